@@ -57,7 +57,7 @@ def to_target(model: LatencyModel, pairs: PlanTimer, share: float, args: argpars
     pruner = Pruner(
         network, example, budget=budget, scores=settings, constraints=constraints, clock=clock, graph=graph
     )
-    pruner.rank(synthetic_scores(graph, pruner.aim.constraints))
+    pruner.rank(synthetic_scores(graph, pruner.selector.constraints))
     timed = LatencyTarget(clock, chosen)
 
     def ratio(plan: Plan) -> float:

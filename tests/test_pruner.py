@@ -91,7 +91,7 @@ def test_a_phase_that_cannot_land_is_cut_short(monkeypatch: pytest.MonkeyPatch) 
         raise PruningError("nothing fits")
 
     with pytest.raises(PruningError, match="nothing fits"), monkeypatch.context() as patch:
-        patch.setattr(type(pruner.aim), "choose", nowhere)
+        patch.setattr(type(pruner.selector), "choose", nowhere)
         with pruner.scoring(tune=lambda: model(IMAGES)):
             score_steps(pruner)
     assert same(before, model), "the statistics that were taken anew are gone"
@@ -814,9 +814,9 @@ def test_a_budget_met_by_scores_that_hardly_moved_is_told(caplog: pytest.LogCapt
 
 
 def test_with_a_budget_filters_are_weighed_by_what_they_cost_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    assert scored_for(Budget(macs=0.5), caplog).pressure.mix is not None
-    assert scored_for(None, caplog).pressure.mix is None
-    assert scored_for(Budget(macs=0.5), caplog, balance="area").pressure.mix is None
+    assert scored_for(Budget(macs=0.5), caplog).regularizer.mix is not None
+    assert scored_for(None, caplog).regularizer.mix is None
+    assert scored_for(Budget(macs=0.5), caplog, balance="area").regularizer.mix is None
 
 
 def test_what_breaks_the_budget_is_told_as_it_is_cut(caplog: pytest.LogCaptureFixture) -> None:

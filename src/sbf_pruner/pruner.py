@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .budget.constraints import Constraints
-from .budget.controller import LatencyClock, Selector, Steering
+from .budget.controller import LatencyPredictor, Selector, Steering
 from .budget.file_size import FileSize
-from .budget.search import Landing
+from .budget.search import Selection
 from .budget.targets import Budget
 from .errors import PruningError
 from .graph.build import Ignored, trace
@@ -33,11 +33,10 @@ from .graph.tracer import current_weights
 from .measurement.latency_model import bind_clock
 from .plan import Plan, check_plan
 from .scores.config import Scores
-from .scores.freezing import freeze_model
+from .scores.freezing import freeze_model, fresh_statistics
 from .scores.gates import Gates
-from .scores.norm_statistics import fresh_statistics
 from .scores.penalty import BlockScores, Gradient, Penalty, check_saved, for_this_device
-from .scores.projections import ACTIVATIONS, PROJECTIONS, Given, Projection, check_slope, normalize_scores
+from .scores.projections import ACTIVATIONS, PROJECTIONS, Projection, ScoresByLayer, check_slope, normalize_scores
 from .surgery.extract import extract, find_fixed_sizes
 from .utils.distributed import DistributedContext
 from .utils.settings import check_type
@@ -54,9 +53,9 @@ def prunable_graph(
     With `sized`, for a pruner with a budget, a new graph also records where the model's code fixes channel counts.
     Raises a PruningError if no layer can be pruned.
     """
-    found = trace(model, example_inputs, ignore=ignore) if graph is None else graph
     if graph is not None and ignore:
         raise PruningError("ignore has no effect on graph, which is already traced; pass ignore to trace() instead")
+    found = trace(model, example_inputs, ignore=ignore) if graph is None else graph
     if not found.layers:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(found.unscored.items())[:3])
         raise PruningError(f"no layer of the model can be pruned ({reasons})")
@@ -78,9 +77,8 @@ def try_cuts(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str 
     True
     """
     record_fixed_sizes(model, example_inputs, graph)
-    least = Selector(graph).least()
     try:
-        extract(model, example_inputs, Plan.from_masks(least), graph)
+        extract(model, example_inputs, Plan.from_masks(Selector(graph).least()), graph)
     except PruningError as error:
         return str(error)
     return None
@@ -98,97 +96,20 @@ def record_fixed_sizes(model: nn.Module, example_inputs: Any, graph: ChannelGrap
     some = {name: [i % size] for i, (name, size) in enumerate(layers)}
     first, last = {name: [0] for name, _ in layers}, {name: [size - 1] for name, size in layers}
     others = {name: list(range(i % 2, size, 2)) for i, (name, size) in enumerate(layers)}
-    for gone in (some, first, last, others):
-        little = Plan({name: tuple(f for f in range(size) if f not in gone[name]) for name, size in layers})
-        if graph.connected(little.masks(graph)):
-            _note(find_fixed_sizes(model, example_inputs, little, graph), graph)
+    for removed in (some, first, last, others):
+        plan = Plan({name: tuple(f for f in range(size) if f not in removed[name]) for name, size in layers})
+        if graph.connected(plan.masks(graph)):
+            _record_cut(model, example_inputs, plan, graph)
 
 
-def landed(choose: Callable[[], Landing], model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> Landing:
-    """Return a selection that fits the budget also when the network is really cut.
-
-    If the model's own code fixes more channels than was known, `choose` runs again. A failing cut is logged as a
-    warning.
-    """
-    landing = choose()
-    try:
-        while _note(find_fixed_sizes(model, example_inputs, Plan.from_masks(landing.masks), graph), graph):
-            landing = choose()
-    except PruningError as error:
-        _log.warning("a trial extraction failed, so the extracted network may exceed the budget: %s", error)
-    return landing
+def _record_cut(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> bool:
+    """Record in the graph where the model's code fixes channels in a trial cut; return True if any are new."""
+    found, known = find_fixed_sizes(model, example_inputs, plan, graph), graph.pinned
+    graph.pinned = FixedSizes(known.positions | found.positions, known.whole | found.whole)
+    return graph.pinned != known
 
 
-def _note(found: FixedSizes, graph: ChannelGraph) -> bool:
-    """Add fixed channels to those recorded in the graph; return True if any are new."""
-    held = graph.pinned
-    more = not (found.positions <= held.positions and found.whole <= held.whole)
-    graph.pinned = FixedSizes(held.positions | found.positions, held.whole | found.whole)
-    return more
-
-
-class GatedModel:
-    """Gates on a model, all open at first."""
-
-    def __init__(self, model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
-        self.model, self.example_inputs, self.graph = model, example_inputs, graph
-        self.filters = {name: layer.filters for name, layer in graph.layers.items()}
-        self.gates = Gates(model, graph.sites, self.filters)
-        self._held = graph.all_filters()
-        self._attached = True
-
-    def plan(self) -> Plan:
-        """Return the filters that the gates let through, as set by the last score phase or by `gate`."""
-        return Plan.from_masks(self._held)
-
-    def alive(self) -> tuple[int, int]:
-        """Return the number of filters that the gates let through, and the number of all."""
-        return sum(int(m.sum()) for m in self._held.values()), sum(m.size for m in self._held.values())
-
-    def gate(self, plan: Plan) -> None:
-        """Set the gates from a plan."""
-        self._check_ready("gate")
-        check_plan(plan)
-        masks = plan.masks(self.graph)
-        self.graph.check_connected(masks)
-        self._hold(masks)
-
-    def extract(self, *, prove: bool = False) -> nn.Module:
-        """Return a new, smaller module that computes what the gated model does; with `prove`, run both to check."""
-        # Within a score phase the result would be frozen, and cut by the gates of an earlier phase.
-        self._check_settled("extract")
-        if self._attached:
-            self.gates.check_reach(self.model)  # weights trained without their gates do not fit the plan
-        return extract(self.model, self.example_inputs, self.plan(), self.graph, prove=prove)
-
-    def detach(self) -> nn.Module:
-        """Remove the gates from the model and return it, with the weights it has now."""
-        self._check_settled("detach")
-        self._attached = False
-        return remove_pruner_hooks(self.model)
-
-    def _hold(self, masks: dict[str, Mask]) -> None:
-        self._held, flow = self.graph.settled(masks)
-        self.gates.set_hard([site.open(flow) for site in self.graph.sites])
-        self.gates.mode = "hard"
-
-    def _check_ready(self, call: str) -> None:
-        """Raise a PruningError if the gates are gone or a score phase is about to set them."""
-        self._check_attached()
-        self._check_settled(call)
-
-    def _check_attached(self) -> None:
-        if not self._attached:
-            raise PruningError("this pruner was detached; make a new one")
-        self.gates.check_device(self.model)
-        self.gates.check_reach(self.model)
-
-    def _check_settled(self, call: str) -> None:
-        if self.gates.soft.requires_grad:
-            raise PruningError(f"call {call}() after the `with pruner.scoring():` block, whose end sets the gates")
-
-
-class Pruner(GatedModel):
+class Pruner:
     """Learns one score per filter from the filter weights, while the user alternates `scoring()` and `gated()`.
 
     Args:
@@ -223,7 +144,7 @@ class Pruner(GatedModel):
         budget: Budget | None = None,
         scores: Scores | None = None,
         constraints: Constraints | None = None,
-        clock: LatencyClock | str | PathLike[str] | None = None,
+        clock: LatencyPredictor | str | PathLike[str] | None = None,
         graph: ChannelGraph | None = None,
     ) -> None:
         check_slope()
@@ -237,24 +158,26 @@ class Pruner(GatedModel):
         graph = prunable_graph(model, example_inputs, graph, constraints.ignore, sized=sized)
         self.activation = partial(ACTIVATIONS[scores.activation], leak=scores.leak)
         self.lr = scores.speed or scores.lr  # a speed is a rate in logits, the same for every layer
-        widths = [layer.filters for layer in graph.layers.values()]
-        self.projection: Projection = PROJECTIONS[scores.projection](
-            current_weights(model, graph), widths, even=bool(scores.speed)
-        )
+        weights, widths = current_weights(model, graph), [layer.filters for layer in graph.layers.values()]
+        self.projection: Projection = PROJECTIONS[scores.projection](weights, widths, even=bool(scores.speed))
         self.optimizer: torch.optim.Optimizer | None = None
-        clock = bind_clock(clock, graph)
         stored = FileSize(model, example_inputs, graph) if budget is not None and budget.size != 1 else None
-        self.aim = Selector(graph, budget, constraints, clock, stored)
+        self.selector = Selector(graph, budget, constraints, bind_clock(clock, graph), stored)
         self.progress = 1.0  # moves the limits from the dense network (0) to the budget (1)
-        steered = scores.steer and self.aim.limits is not None
+        steered = scores.steer and self.selector.limits is not None
         steering = Steering(scores.penalty, scores.threshold) if steered else None
         balance = scores.balance
         if balance == "auto":
-            balance = "area" if self.aim.limits is None else "cost"
-        self.pressure = Penalty(graph, self.aim, scores.penalty, balance, steering)
+            balance = "area" if self.selector.limits is None else "cost"
+        self.regularizer = Penalty(graph, self.selector, scores.penalty, balance, steering)
         branches = [block.layer for block in residual_blocks(graph) if block.layer] if scores.blocks else []
-        super().__init__(model, example_inputs, graph)  # last, so that an error above leaves the model unchanged
-        self.pressure.to(self.gates.soft)
+        self.model, self.example_inputs, self.graph = model, example_inputs, graph
+        self.filters = {name: layer.filters for name, layer in graph.layers.items()}
+        self._masks = graph.all_filters()
+        self._attached = True
+        # After everything that may raise an error, which leaves the model unchanged.
+        self.gates = Gates(model, graph.sites, self.filters)
+        self.regularizer.to(self.gates.soft)
         self.gradient = Gradient(self.gates.soft)
         # With binary gates in score phases, the scores themselves are stored apart from the gates.
         self.values = self.gates.soft.clone() if scores.binary else self.gates.soft
@@ -294,14 +217,14 @@ class Pruner(GatedModel):
             thaw = thaw if joint else freeze_model(self.model, norms=self.settings.freeze_norms)
             self.gates.soft.requires_grad_()
             yield self
-            self._hold(self._land().masks)
+            self._set_gates(self._select_and_adapt().masks)
             self.projection.end_phase()  # last: until the gates are set, an error interrupts the phase
         finally:
             thaw()  # first, so that the model is usable even if something below fails
             self.gates.soft.requires_grad_(False)
             self.gates.mode = "hard"
             self.optimizer = None
-            self.gradient.tell()
+            self.gradient.report()
             self.zero_grad()
             if self.projection.in_phase:  # interrupted: hard gates and statistics are those from before
                 untune()
@@ -319,12 +242,12 @@ class Pruner(GatedModel):
 
     def steer(self) -> None:
         """Adapt the penalty to the budget. Call it a few times in a score phase; the end of one does it as well."""
-        if self.pressure.steering is not None:
-            self.pressure.steer(self.aim.level(self._score_values()), self.progress)
+        if self.regularizer.steering is not None:
+            self.regularizer.steer(self.selector.cutoff(self._score_values()), self.progress)
 
     def penalty(self) -> Tensor:
         """Return the weighted l1 norm of the scores, to be added to the loss in a score phase."""
-        return self.pressure.on(self.gates.soft)
+        return self.regularizer.on(self.gates.soft)
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Update the scores from the gradient of the last backward pass, and clear it.
@@ -348,7 +271,7 @@ class Pruner(GatedModel):
         """
         self.gates.soft.grad = None
 
-    # -- plans -----------------------------------------------------------------------------------------------
+    # -- scores and plans ------------------------------------------------------------------------------------
 
     @property
     def score_parameters(self) -> list[Tensor]:
@@ -359,19 +282,19 @@ class Pruner(GatedModel):
         """Return the continuous score of every filter, by layer."""
         return {name: self.values[span].detach().clone() for name, span in self.gates.spans.items()}
 
-    def rank(self, scores: Given) -> None:
+    def rank(self, scores: ScoresByLayer) -> None:
         """Set the gates from scores computed elsewhere, one for each filter, the higher the better.
 
         The scores decide which filters go first, and the budget decides how many.
         """
         self._check_ready("rank")
-        if self.aim.limits is None:
+        if self.selector.limits is None:
             raise PruningError("rank() needs a budget to know how many filters to keep; give the pruner a budget")
         values = normalize_scores(scores, self.filters)
         # In float64: stored scores may be float32, in which neighboring scores can become equal.
-        landing = self._landed(values)
-        self._take(torch.from_numpy(np.concatenate([values[name] for name in self.gates.spans])))
-        self._hold(landing.masks)
+        found = self._select(values)
+        self._set_scores(torch.from_numpy(np.concatenate([values[name] for name in self.gates.spans])))
+        self._set_gates(found.masks)
 
     def land(self) -> None:
         """Set the gates from the current scores, at the full budget.
@@ -382,7 +305,23 @@ class Pruner(GatedModel):
         """
         self._check_ready("land")
         self.progress = 1.0
-        self._hold(self._chosen().masks)
+        self._set_gates(self._select().masks)
+
+    def plan(self) -> Plan:
+        """Return the filters that the gates let through, as set by the last score phase or by `gate`."""
+        return Plan.from_masks(self._masks)
+
+    def alive(self) -> tuple[int, int]:
+        """Return the number of filters that the gates let through, and the number of all."""
+        return sum(int(m.sum()) for m in self._masks.values()), sum(self.filters.values())
+
+    def gate(self, plan: Plan) -> None:
+        """Set the gates from a plan."""
+        self._check_ready("gate")
+        check_plan(plan)
+        masks = plan.masks(self.graph)
+        self.graph.check_connected(masks)
+        self._set_gates(masks)
 
     def extract(self, *, prove: bool = False) -> nn.Module:
         """Return a new, smaller module that computes what the gated model does; with `prove`, run both to check.
@@ -392,11 +331,21 @@ class Pruner(GatedModel):
         if (missed := self.missed()) is not None:
             why = "" if self.progress >= 1 else f" (pruner.progress is {self.progress:.0%})"
             _log.warning("extracted before the budget is met: %s%s; call land() first, then train", missed, why)
-        return super().extract(prove=prove)
+        # Within a score phase the result would be frozen, and cut by the gates of an earlier phase.
+        self._check_no_phase("extract")
+        if self._attached:
+            self.gates.check_reach(self.model)  # weights trained without their gates do not fit the plan
+        return extract(self.model, self.example_inputs, self.plan(), self.graph, prove=prove)
+
+    def detach(self) -> nn.Module:
+        """Remove the gates from the model and return it, with the weights it has now."""
+        self._check_no_phase("detach")
+        self._attached = False
+        return remove_pruner_hooks(self.model)
 
     def missed(self) -> str | None:
         """Describe what exceeds the budget; None if the plan meets it or there is no budget."""
-        return self.aim.missed(self._held)
+        return self.selector.excess(self._masks)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -408,9 +357,9 @@ class Pruner(GatedModel):
         return {
             "projection": self.projection.state_dict(),
             "optimizer": None if self.optimizer is None else map_tensors(self.optimizer.state_dict(), Tensor.clone),
-            "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._held.items()},
+            "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._masks.items()},
             "scores": self.values.detach().clone(),
-            "pressure": self.pressure.state_dict(),
+            "pressure": self.regularizer.state_dict(),
             "blocks": None if self.blocks is None else self.blocks.state_dict(),
             "progress": self.progress,
         }
@@ -424,14 +373,34 @@ class Pruner(GatedModel):
         if state["optimizer"] is not None:
             self.optimizer = self._fresh_optimizer()
             self.optimizer.load_state_dict(for_this_device(state["optimizer"], self.optimizer))
-        self._take(state["scores"])
-        self.pressure.load_state_dict(state["pressure"])
+        self._set_scores(state["scores"])
+        self.regularizer.load_state_dict(state["pressure"])
         self.progress = state.get("progress", self.progress)
         if self.blocks is not None:
             self.blocks.load_state_dict(state["blocks"])
-        self._hold({name: np.asarray(mask.cpu(), bool) for name, mask in state["held"].items()})
+        self._set_gates({name: np.asarray(mask.cpu(), bool) for name, mask in state["held"].items()})
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _check_ready(self, call: str) -> None:
+        """Raise a PruningError if the gates were removed or a score phase is about to set them."""
+        self._check_attached()
+        self._check_no_phase(call)
+
+    def _check_attached(self) -> None:
+        if not self._attached:
+            raise PruningError("this pruner was detached; make a new one")
+        self.gates.check_device(self.model)
+        self.gates.check_reach(self.model)
+
+    def _check_no_phase(self, call: str) -> None:
+        if self.gates.soft.requires_grad:
+            raise PruningError(f"call {call}() after the `with pruner.scoring():` block, whose end sets the gates")
+
+    def _set_gates(self, masks: dict[str, Mask]) -> None:
+        self._masks, flow = self.graph.settled(masks)
+        self.gates.set_hard([site.open(flow) for site in self.graph.sites])
+        self.gates.mode = "hard"
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         groups = self.projection.groups(self.lr)
@@ -445,37 +414,43 @@ class Pruner(GatedModel):
 
     @torch.no_grad()
     def _refresh_scores(self) -> None:
-        self._take(self._soft_scores())
+        self._set_scores(self._soft_scores())
 
     @torch.no_grad()
-    def _take(self, scores: Tensor) -> None:
+    def _set_scores(self, scores: Tensor) -> None:
         """Write scores into `gates.soft`; with `binary`, their gates, whose gradients are used for the scores."""
         self.values.copy_(scores)
         if self.settings.binary:
             self.gates.soft.copy_(self.values >= self.settings.threshold)
 
-    def _chosen(self) -> Landing:
-        """Return the selection that the current scores make."""
-        return self._landed(self._score_values(), self.settings.threshold)
-
-    def _landed(self, scores: dict[str, NDArray[np.floating]], threshold: float = 0.5) -> Landing:
-        def choose() -> Landing:
-            return self.aim.choose(scores, threshold, self.progress)
-
-        settled = self.aim.limits is not None and self.progress >= 1
-        return landed(choose, self.model, self.example_inputs, self.graph) if settled else choose()
-
-    def _land(self) -> Landing:
-        """Select filters at the end of a score phase, and update the penalty."""
-        landing = self._chosen()
-        if self.progress < 1:
-            self.steer()
-        else:  # reuse this landing, which `steer()` would compute again
-            self.pressure.steer(landing.level, self.progress)
-            if self.aim.limits is not None:
-                self.gradient.tell_if_still(self.values)
-        self.pressure.follow(landing, self.progress)
-        return landing
-
     def _score_values(self) -> dict[str, NDArray[np.floating]]:
         return {name: values.cpu().numpy() for name, values in self.scores().items()}
+
+    def _select(self, scores: dict[str, NDArray[np.floating]] | None = None) -> Selection:
+        """Select filters by the current scores, or by others; at the full budget, try the cut as well.
+
+        If the model's own code fixes more channels than was known, the search runs again. A failing cut is logged
+        as a warning.
+        """
+        threshold = self.settings.threshold if scores is None else 0.5
+        choose = partial(self.selector.choose, scores or self._score_values(), threshold, self.progress)
+        found = choose()
+        if self.selector.limits is not None and self.progress >= 1:
+            try:
+                while _record_cut(self.model, self.example_inputs, Plan.from_masks(found.masks), self.graph):
+                    found = choose()
+            except PruningError as error:
+                _log.warning("a trial extraction failed, so the extracted network may exceed the budget: %s", error)
+        return found
+
+    def _select_and_adapt(self) -> Selection:
+        """Select filters at the end of a score phase, and update the penalty."""
+        found = self._select()
+        if self.progress < 1:
+            self.steer()
+        else:  # reuse this selection, which `steer()` would compute again
+            self.regularizer.steer(found.cutoff, self.progress)
+            if self.selector.limits is not None:
+                self.gradient.warn_if_still(self.values)
+        self.regularizer.follow(found, self.progress)
+        return found

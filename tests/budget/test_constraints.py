@@ -255,7 +255,7 @@ def test_a_run_its_recipe_and_its_frontier_keep_to_them(tmp_path: Path):
     assert written == small_recipe(**changes)
     assert written.constraints.to_dict() == small_recipe(**changes).constraints.to_dict()
     scored = read_scored(tmp_path / "run", trust=True)
-    aim = scored.networks.pruner.aim
+    aim = scored.networks.pruner.selector
     assert aim.constraints.settings.max_removed == asked["max_removed"]
     assert aim.constraints.settings.round_to == asked["round_to"]
     found = run_frontier(tmp_path / "run", FrontierOptions(at=("0.45", "0.05"), trust=True))
@@ -267,7 +267,7 @@ def test_where_the_models_code_asks_for_a_filter_everywhere_limits_stay(monkeypa
     monkeypatch.setattr("sbf_pruner.training.networks.try_cuts", lambda *_: "it would fail")
     recipe = small_recipe(constraints={"min_filters": {"blocks.0.*": 3}}, budget={"macs": 0.5})
     pruner, _ = build_pruner(Small(), torch.rand(2, 1, 8, 8), recipe, 64)
-    asked = {name: pruner.aim.constraints.allowed(name).min_filters for name in pruner.graph.layers}
+    asked = {name: pruner.selector.constraints.allowed(name).min_filters for name in pruner.graph.layers}
     assert asked == {name: 3 if name.startswith("blocks.0") else 1 for name in asked} and len(asked) == 5
 
 

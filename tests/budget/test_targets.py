@@ -22,12 +22,11 @@ from sbf_pruner.budget import (
     Limits,
     ResolvedConstraints,
     ResourceWeights,
-    SearchSpace,
+    Search,
     Selector,
     Steering,
     coupled,
     filter_prices,
-    land,
     resolve,
     stream_links,
 )
@@ -88,7 +87,7 @@ def test_landing_takes_the_highest_scores(graph):
 def test_the_level_separates_what_stays_from_what_goes(graph):
     values = scores(graph)
     landing = Selector(graph, Budget(macs=0.5)).choose(values)
-    above = np.concatenate([values[n] > landing.level for n in values])
+    above = np.concatenate([values[n] > landing.cutoff for n in values])
     kept = np.concatenate([landing.masks[n] for n in values])
     assert (above != kept).mean() < 0.02
 
@@ -96,11 +95,12 @@ def test_the_level_separates_what_stays_from_what_goes(graph):
 def test_where_whole_steps_are_too_large_single_filters_fill_the_rest():
     # One filter of "big" costs 50, one of "small" 1: after the big ones that fit, small ones are added.
     prices_ = {"big": 50.0, "small": 1.0}
-    field = SearchSpace(
+    search = Search(
         {"big": np.array([0.9, 0.8, 0.7]), "small": np.array([0.1, 0.3, 0.2])},
+        Limits({"macs": 145.0}, {"macs": 153.0}),
         lambda masks: {"macs": sum(prices_[n] * m.sum() for n, m in masks.items())},
     )
-    landing = land(field, Limits({"macs": 145.0}, {"macs": 153.0}))
+    landing = search.best()
     assert landing.usage["macs"] == 103
     assert landing.masks["small"].all()
 
@@ -112,8 +112,8 @@ def test_what_follows_a_filter_too_large_is_not_counted_one_by_one():
         counted.append(masks)
         return {"macs": 500.0 * masks["big"].sum() + masks["small"].sum()}
 
-    field = SearchSpace({"big": np.array([0.9]), "small": np.linspace(0.8, 0.1, 1000)}, count)
-    landing = land(field, Limits({"macs": 490.0}, {"macs": 1500.0}))
+    values = {"big": np.array([0.9]), "small": np.linspace(0.8, 0.1, 1000)}
+    landing = Search(values, Limits({"macs": 490.0}, {"macs": 1500.0}), count).best()
     assert landing.usage["macs"] == 475  # the first within a point of the limit
     assert len(counted) < 50
 
@@ -129,22 +129,23 @@ def test_filters_taken_many_at_a_time_are_those_that_one_by_one_would_fit(seed):
         kept = [int(mask.sum()) for mask in masks.values()]
         return {"macs": sum(b * (k > 0) + e * k for b, e, k in zip(branch, each, kept, strict=True))}
 
-    field, order = SearchSpace(values, count), np.argsort(-np.concatenate(list(values.values())))
-    limits = Limits({"macs": 0.4 * field.whole[1]["macs"]}, dict(field.whole[1]))
-    landing = land(field, limits)
+    order, whole = np.argsort(-np.concatenate(list(values.values()))), count({n: np.ones(40) for n in values})
+    limits = Limits({"macs": 0.4 * whole["macs"]}, whole)
+    search = Search(values, limits, count)
+    landing = search.best()
 
     wanted = np.zeros(len(order), bool)
     for fitting in range(len(order)):  # what costs more with every filter is searched through from below
         wanted[order[fitting]] = True
-        if not limits.hold(count(field.masks(wanted))):
+        if not limits.hold(count(search.masks(wanted))):
             wanted[order[fitting]] = False
             break
     for filter_ in order[fitting:]:
-        if min(limits.room(count(field.masks(wanted))).values()) <= TOLERANCE:
+        if min(limits.room(count(search.masks(wanted))).values()) <= TOLERANCE:
             break
         wanted[filter_] = True
-        wanted[filter_] = limits.hold(count(field.masks(wanted)))
-    np.testing.assert_array_equal(field.flat(landing.masks), wanted)
+        wanted[filter_] = limits.hold(count(search.masks(wanted)))
+    np.testing.assert_array_equal(search.flat(landing.masks), wanted)
 
 
 class Branches(nn.Module):
@@ -217,9 +218,9 @@ def test_layers_that_are_woken_together_are_woken_in_turns():
         return {"macs": 10.0 * a + a * b + b * c}
 
     ends = {"a": np.linspace(3, 2, 20), "b": np.linspace(1.9, 1, 20), "c": np.linspace(0.2, 0.1, 20)}
-    field = SearchSpace(ends, count, living=living)
-    landing = land(field, Limits({"macs": 180.0}, dict(field.whole[1])))
-    assert 180 - TOLERANCE * field.whole[1]["macs"] <= landing.usage["macs"] <= 180
+    whole = count({name: np.ones(20, bool) for name in ends})
+    landing = Search(ends, Limits({"macs": 180.0}, whole), count, living=living).best()
+    assert 180 - TOLERANCE * whole["macs"] <= landing.usage["macs"] <= 180
     kept = {name: int(mask.sum()) for name, mask in landing.masks.items()}
     assert min(kept.values()) > 0 and kept["a"] > 5 and kept["b"] > 5
     for mask in landing.masks.values():
@@ -381,8 +382,8 @@ def test_a_budget_with_units_is_landed_on():
     net = resnet20()
     whole = Selector(trace(net, IMAGE)).count({})["params"]
     pruner = Pruner(net, IMAGE, budget=Budget(params=f"{0.4 * whole / 1e3}k", macs="70%"))
-    assert pruner.aim.limits is not None
-    assert pruner.aim.limits.most["params"] == pytest.approx(0.4 * whole)
+    assert pruner.selector.limits is not None
+    assert pruner.selector.limits.most["params"] == pytest.approx(0.4 * whole)
 
 
 def test_a_target_is_given_once():
@@ -436,9 +437,9 @@ def test_what_no_filter_changes_counts_too(name, of):
         model, inputs = ZOO[name]()
         pruner = Pruner(model, inputs, budget=Budget(**{of: share}))
         dense = getattr(measure(model, inputs), of)
-        assert dense == pruner.aim.whole[of] * (pruner.graph.trace.samples if of == "macs" else 1)
+        assert dense == pruner.selector.whole[of] * (pruner.graph.trace.samples if of == "macs" else 1)
         for seed in range(2):
-            landing = pruner.aim.choose(scores(pruner.graph, seed))
+            landing = pruner.selector.choose(scores(pruner.graph, seed))
             pruner.gate(Plan.from_masks(landing.masks))
             left = getattr(measure(pruner.extract(), inputs), of)
             assert left == landing.usage[of] * (pruner.graph.trace.samples if of == "macs" else 1) <= share * dense
@@ -585,7 +586,7 @@ def test_layers_that_meet_in_different_widths_are_not_coupled():
     assert (
         Pruner(
             Folded(), IMAGE, budget=Budget(macs=0.5), constraints=Constraints(couple="streams"), graph=graph
-        ).aim.limits
+        ).selector.limits
         is not None
     )
 
@@ -624,10 +625,10 @@ def test_scarce_resources_count_more():
 
 def test_the_strength_follows_the_level():
     steering = Steering(1e-3, threshold=0.5)
-    assert steering.follow(level=0.75, progress=0.5) == pytest.approx(1e-3), "half way the cut is to be half way"
-    assert steering.follow(level=0.9, progress=1.0) > 1e-3
+    assert steering.follow(cutoff=0.75, progress=0.5) == pytest.approx(1e-3), "half way the cut is to be half way"
+    assert steering.follow(cutoff=0.9, progress=1.0) > 1e-3
     for _ in range(50):
-        steering.follow(level=1.0, progress=1.0)
+        steering.follow(cutoff=1.0, progress=1.0)
     assert steering.strength == pytest.approx(1e-3 * RANGE), "it does not grow without end"
 
 
@@ -664,7 +665,7 @@ def test_steering_brings_the_scores_themselves_to_the_budget():
                     pruner.steer()
     kept = len(pruner.plan().keep["0"])
     by_threshold = int((pruner.scores()["0"] >= 0.5).sum())
-    assert float(pruner.pressure.strength) != pytest.approx(1e-5)
+    assert float(pruner.regularizer.strength) != pytest.approx(1e-5)
     assert kept == 16
     assert abs(by_threshold - kept) <= 4
 
@@ -685,10 +686,10 @@ def test_steering_survives_a_stop():
     again = made()
     again.load_state_dict(state)
     assert again.progress == pruner.progress == 0.25
-    assert again.pressure.strength == pruner.pressure.strength != torch.tensor(5e-4)
-    assert again.pressure.steering.state_dict() == pruner.pressure.steering.state_dict()
-    assert torch.equal(again.pressure.weights, pruner.pressure.weights)
-    assert again.pressure.mix.parts == pruner.pressure.mix.parts
+    assert again.regularizer.strength == pruner.regularizer.strength != torch.tensor(5e-4)
+    assert again.regularizer.steering.state_dict() == pruner.regularizer.steering.state_dict()
+    assert torch.equal(again.regularizer.weights, pruner.regularizer.weights)
+    assert again.regularizer.mix.parts == pruner.regularizer.mix.parts
 
 
 @pytest.mark.parametrize("balance", ["area", "cost"])
@@ -707,11 +708,11 @@ def test_scores_go_on_towards_another_budget(before, balance):
     state = pruner.state_dict()
     pruner.detach()
     again = Pruner(net, images, budget=Budget(macs=0.3), scores=Scores(balance=balance, speed=0.1, penalty=1e-2))
-    dense = again.pressure.weights.clone()
+    dense = again.regularizer.weights.clone()
     again.load_state_dict(state)
-    assert torch.equal(again.pressure.weights, dense)  # of what was dear before, nothing is known here
+    assert torch.equal(again.regularizer.weights, dense)  # of what was dear before, nothing is known here
     if before is None:
-        assert float(again.pressure.strength) == pytest.approx(1e-2)
+        assert float(again.regularizer.strength) == pytest.approx(1e-2)
     assert all(torch.equal(a, b) for a, b in zip(again.scores().values(), pruner.scores().values(), strict=True))
     again.land()
     assert measure(again.extract(), images).macs <= 0.3 * measure(net, images).macs
@@ -719,7 +720,7 @@ def test_scores_go_on_towards_another_budget(before, balance):
     again.detach()
     without = Pruner(net, images, scores=Scores(speed=0.1, penalty=1e-2))  # and from there towards none
     without.load_state_dict(again.state_dict())
-    assert without.plan() == again.plan() and float(without.pressure.strength) == pytest.approx(1e-2)
+    assert without.plan() == again.plan() and float(without.regularizer.strength) == pytest.approx(1e-2)
     score(without)
 
 

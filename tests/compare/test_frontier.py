@@ -156,7 +156,7 @@ def test_guards_hold_here_too(tmp_path: Path) -> None:
     guards = {"round_to": 4, "ignore": ["stem"], "couple": ["blocks.*.conv1"]}
     small_run(tmp_path / "run", model=MODEL, constraints=guards, phases=short, dense_control=False)
     scored = read_scored(tmp_path / "run", trust=True)
-    aim = scored.networks.pruner.aim
+    aim = scored.networks.pruner.selector
     assert aim.constraints.groups == (("blocks.0.conv1", "blocks.1.conv1"),) and "stem" not in scored.scores
     found = run_frontier(tmp_path / "run", trusting(at=("0.6",)))
     (point,) = found["points"]

@@ -243,8 +243,8 @@ def test_proximal_steps_end_where_the_penalty_and_the_slope_are_even() -> None:
     descent = Fista(torch.ones(6, dtype=torch.float64))
     for _ in range(400):
         descent.step(loss, 0.3)
-    slope = curved @ (descent.held - wanted)
-    alive = descent.held > 0
+    slope = curved @ (descent.values - wanted)
+    alive = descent.values > 0
     assert 0 < int(alive.sum()) < 6
     torch.testing.assert_close(slope[alive], torch.full_like(slope[alive], -0.3), atol=1e-3, rtol=0)
     assert (slope[~alive] >= -0.3).all()

@@ -155,7 +155,7 @@ def test_the_accuracy_of_a_sub_network_is_that_of_the_network_that_is_cut() -> N
         small = sbf.extract(net, images[:2], sbf.Plan.from_masks(keep)).train()
         right = sum(int((small(x).argmax(1) == y).sum()) for x, y in masked.batches)
         assert masked.accuracy(keep) == right / 64
-    accuracy, slope = masked.felt(torch.ones(16, dtype=torch.float64), masked.batches[0])
+    accuracy, slope = masked.accuracy_and_gradient(torch.ones(16, dtype=torch.float64), masked.batches[0])
     assert accuracy == float((net(images[:40]).argmax(1) == labels[:40]).double().mean())
     below, above = (torch.ones(16, dtype=torch.float64) for _ in range(2))
     below[5], above[5] = 1 - 1e-6, 1 + 1e-6
@@ -175,7 +175,7 @@ def test_a_run_asks_for_the_size_of_its_recipe(name: str, tmp_path: Path, monkey
     monkeypatch.setattr(amc, "_WALKS", 8)
 
     def seen(name: str, subject: Subject) -> Scores:
-        aim = subject.aim
+        aim = subject.selector
         assert aim is not None and aim.limits is not None
         asked.append(aim.limits.most["macs"] / aim.limits.whole["macs"])
         return ranked(name, subject)
@@ -209,7 +209,7 @@ def test_what_an_agent_sees_of_the_way() -> None:
     ).eval()
     way = LayerObservations(sbf.trace(net, torch.zeros(1, 3, 6, 6)))
     macs = np.array([8 * 3 * 9 * 16, 4 * 8 * 4 * 4]) / (8 * 3 * 9 * 16 + 4 * 8 * 4 * 4)
-    first, second = way.seen([]), way.seen([0.25])
+    first, second = way.state([]), way.state([0.25])
     # Index, filters, inputs, pixels, stride, kernel, MACs and rest, each from 0 to 1; reduced; the last part.
     assert first.tolist() == [0, 1, 0, 1, 0, 1, 1, 1, 0, 1] and way.features == 10
     assert second.tolist() == pytest.approx([1, 0, 1, 0, 1, 0, 0, 0, 0.75 * macs[0], 0.25])
@@ -230,7 +230,7 @@ def test_actions_are_parts_of_a_layer_and_noise_is_around_them() -> None:
     student = Agent(1, seed=0)
     state = torch.tensor([0.5])
     # A normal distribution, and one as good as uniform.
-    for noise, mean, spread in ((0.05, student.act(state), 0.05), (amc._DEAF, 0.55, 0.9 / 12**0.5)):
+    for noise, mean, spread in ((0.05, student.act(state), 0.05), (amc._RANDOM, 0.55, 0.9 / 12**0.5)):
         drawn = np.array([student.act(state, noise) for _ in range(400)])
         assert drawn.min() >= amc._LEAST and drawn.max() <= 1
         assert drawn.std() == pytest.approx(spread, rel=0.15)
@@ -258,7 +258,7 @@ def test_a_predictor_learns_which_gates_accuracy_hangs_on() -> None:
         predictor.learn()
     slope = predictor.slope(torch.full((12,), 0.5, dtype=torch.float64))
     assert float(slope[:4].min()) > 3 * float(slope[4:].abs().max())
-    none, all_ = predictor.foretold(torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, 12)).tolist()
+    none, all_ = predictor.predict(torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, 12)).tolist()
     assert none < 0.35 and all_ > 0.65
 
 
@@ -266,7 +266,7 @@ def test_gates_follow_what_is_foretold(trained: nn.Module, monkeypatch: pytest.M
     monkeypatch.setattr(nppm, "_COST", 1.0)
     apart = []
     for counts in (1.0, 0.0):
-        monkeypatch.setattr(nppm, "_FORETOLD", counts)
+        monkeypatch.setattr(nppm, "_ACCURACY", counts)
         scores = learned_gates(subject_of(trained, count=512))
         apart.append(scores["useful"].mean() - scores["useless"].mean())
     assert apart[0] > apart[1] + 1  # the loss alone sees less well which way accuracy comes from

@@ -16,10 +16,9 @@ from sbf_pruner.budget import (
     Constraints,
     Limits,
     ResolvedConstraints,
-    SearchSpace,
+    Search,
     Selector,
     coupled,
-    land,
     whole_branches,
 )
 from sbf_pruner.errors import PruningError
@@ -224,16 +223,17 @@ def test_landing_comes_to_the_time_asked_for(graph, smooth, way, share):
 def test_a_layer_is_widened_as_long_as_there_is_time():
     # One filter of "big" takes 50, a block of 16 of "small" takes 1: the second big one does not fit, and what is
     # left over is for the small ones, block after block.
-    field = SearchSpace(
+    search = Search(
         {"big": np.array([0.9, 0.8]), "small": np.array([1.0, *np.linspace(0.1, 0.2, 63)])},
+        Limits({"latency": 53.0}, {"latency": 104.0}),
         lambda masks: {"latency": 50.0 * masks["big"].sum() + -(-masks["small"].sum() // 16)},
     )
-    landing = land(field, Limits({"latency": 53.0}, {"latency": 104.0}))
+    landing = search.best()
     assert [int(mask.sum()) for mask in landing.masks.values()] == [1, 48]
 
 
 def test_a_time_and_a_size_hold_together(graph, smooth):
-    aim = Selector(graph, Budget(latency=0.5, params=0.4), clock=smooth)
+    aim = Selector(graph, Budget(latency=0.5, params=0.4), latency_model=smooth)
     usage = aim.choose(synthetic_scores(graph, ResolvedConstraints())).usage
     room = aim.limits.room(usage)
     assert all(left >= 0 for left in room.values()) and min(room.values()) <= 0.01
@@ -241,8 +241,8 @@ def test_a_time_and_a_size_hold_together(graph, smooth):
 
 
 def test_time_is_only_counted_where_it_is_asked_for(graph, smooth):
-    assert "latency" not in Selector(graph, Budget(macs=0.5), clock=smooth).count({})
-    assert Selector(graph, Budget(latency=0.5), clock=smooth).count({})["latency"] == pytest.approx(
+    assert "latency" not in Selector(graph, Budget(macs=0.5), latency_model=smooth).count({})
+    assert Selector(graph, Budget(latency=0.5), latency_model=smooth).count({})["latency"] == pytest.approx(
         1e6 * smooth.dense_seconds
     )
 

@@ -231,7 +231,7 @@ def test_buffers_keep_their_identity_so_that_a_captured_step_stays_valid():
         (gradient,) = torch.autograd.grad(compiled().sum(), projection.parameters)
         (expected,) = torch.autograd.grad(projection.logits().sum(), projection.parameters)
         torch.testing.assert_close(gradient, expected)
-        now = [slot.data_ptr() for slot in projection._slots().values()]
+        now = [slot.data_ptr() for slot in projection._tensors().values()]
         assert addresses in (None, now)
         addresses = now
         projection.end_phase()

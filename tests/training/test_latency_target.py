@@ -42,7 +42,7 @@ def scored(budget, constraints=None):
     graph = trace(net, IMAGE)
     clock = clock_of(graph)
     pruner = Pruner(net, IMAGE, budget=budget, clock=clock, graph=graph, constraints=constraints)
-    values = synthetic_scores(graph, pruner.aim.constraints)
+    values = synthetic_scores(graph, pruner.selector.constraints)
     with torch.no_grad():
         for name, span in pruner.gates.spans.items():
             pruner.gates.soft[span] = torch.from_numpy(values[name]).float()
@@ -140,13 +140,13 @@ def test_a_run_whose_scores_removed_nothing_says_what_to_do():
 def test_a_machine_on_which_no_network_is_quick_enough_gets_the_smallest(caplog):
     graph = scored(Budget(latency=0.5))[0].graph
     clock = clock_of(graph)
-    share = clock.ratio(Selector(graph, Budget(latency=0.5), clock=clock).smallest)
+    share = clock.ratio(Selector(graph, Budget(latency=0.5), latency_model=clock).smallest)
     pruner, clock = scored(Budget(latency=1.1 * share))
     timed = LatencyTarget(clock, CouplingChoice("filters", {}))
     with caplog.at_level("WARNING"):
         timed.correct_by_measurement(pruner, slower(clock, 1.4))
     assert "the pruned network misses the latency target by" in caplog.text
-    assert clock.ratio(pruner.plan().masks(graph)) == clock.ratio(pruner.aim.smallest)
+    assert clock.ratio(pruner.plan().masks(graph)) == clock.ratio(pruner.selector.smallest)
 
 
 def test_where_something_else_is_scarce_the_time_may_stay_below():

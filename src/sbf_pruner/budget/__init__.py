@@ -6,23 +6,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "constraints": ("Constraints", "WidthLimits", "at_least"),
-        "controller": (
-            "Selector",
-            "ResourceWeights",
-            "RANGE",
-            "Steering",
-            "filter_prices",
-        ),
+        "controller": ("RANGE", "ResourceWeights", "Selector", "Steering", "filter_prices"),
         "file_size": ("FileSize", "saved_bytes"),
-        "search": (
-            "SearchSpace",
-            "land",
-        ),
-        "targets": (
-            "Budget",
-            "Limits",
-            "TOLERANCE",
-        ),
+        "search": ("Search",),
+        "targets": ("TOLERANCE", "Budget", "Limits"),
         "widths": ("ResolvedConstraints", "coupled", "resolve", "stream_links", "whole_branches"),
     },
 )

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import PruningError, suggestion
-from ..utils.settings import Section, setting_field
+from ..utils.settings import Section, setting
 
 if TYPE_CHECKING:  # Recipes are read before torch is imported.
     from ..graph.channel_graph import ChannelGraph
@@ -31,31 +31,22 @@ class Constraints(Section):
     'max_removed = {"*" = 0.9, "layer1.*" = 0.3}, round_to = 8'
     """
 
-    ignore: tuple[str, ...] = field(
-        default=(),
-        metadata=setting_field(
-            "layers to leave alone: names or name patterns; in Python also modules of the model"
-        ),
+    ignore: tuple[str, ...] = setting(
+        (), "layers to leave alone: names or name patterns; in Python also modules of the model"
     )
-    min_filters: Counts = field(default=0, metadata=setting_field("least number of filters of a layer", least=0))
-    max_removed: Fractions = field(
-        default=1.0,
-        metadata=setting_field(
-            "largest share of a layer's filters that may be removed; like min_filters and round_to, for all layers "
-            'or by name pattern (`{"*" = 0.9, "layer1.*" = 0.3}`), of which the last that matches counts',
-            least=0,
-            most=1,
-        ),
+    min_filters: Counts = setting(0, "least number of filters of a layer", least=0)
+    max_removed: Fractions = setting(
+        1.0,
+        "largest share of a layer's filters that may be removed; like min_filters and round_to, for all layers or "
+        'by name pattern (`{"*" = 0.9, "layer1.*" = 0.3}`), of which the last that matches counts',
+        least=0,
+        most=1,
     )
-    round_to: Counts = field(
-        default=1, metadata=setting_field("a layer keeps a multiple of this, or all its filters", least=1)
-    )
-    couple: tuple[str, ...] = field(
-        default=(),
-        metadata=setting_field(
-            'name patterns of layers that keep the same filters; "streams": all layers that are added together; '
-            '"blocks": residual branches are kept or removed as a whole'
-        ),
+    round_to: Counts = setting(1, "a layer keeps a multiple of this, or all its filters", least=1)
+    couple: tuple[str, ...] = setting(
+        (),
+        'name patterns of layers that keep the same filters; "streams": all layers that are added together; '
+        '"blocks": residual branches are kept or removed as a whole',
     )
 
     def __post_init__(self) -> None:
@@ -69,8 +60,16 @@ class Constraints(Section):
                 object.__setattr__(self, key, default)
 
     def for_layer(self, name: str) -> WidthLimits:
-        """Return the constraints on the width of one layer."""
-        return WidthLimits(**{key: value_for_layer(getattr(self, key), name, UNSET[key]) for key in UNSET})
+        """Return the constraints on the width of one layer.
+
+        >>> Constraints(round_to={"layer*": 8, "layer1.*": 4}).for_layer("layer1.0").round_to
+        4
+        """
+        found = dict(UNSET)
+        for key, unset in UNSET.items():
+            setting = getattr(self, key)
+            found[key] = setting.get(_last_match(setting, name), unset) if isinstance(setting, Mapping) else setting
+        return WidthLimits(**found)
 
     @property
     def limit_widths(self) -> bool:
@@ -124,18 +123,6 @@ class WidthLimits(NamedTuple):
 UNSET: dict[str, Any] = WidthLimits()._asdict()
 
 
-def value_for_layer(setting: Fractions, name: str, unset: float) -> Any:
-    """Return the value that applies to a layer, or `unset` if no pattern matches its name.
-
-    >>> [value_for_layer({"layer*": 8, "layer1.*": 4}, name, unset=1) for name in ("layer1.0", "layer2.0", "head")]
-    [4, 8, 1]
-    """
-    if not isinstance(setting, Mapping):
-        return setting
-    pattern = _last_match(setting, name)
-    return unset if pattern is None else setting[pattern]
-
-
 def at_least(setting: Counts, least: int, names: Iterable[str]) -> Counts:
     """Raise every value to at least `least`, for layers called `names`.
 
@@ -147,10 +134,7 @@ def at_least(setting: Counts, least: int, names: Iterable[str]) -> Counts:
     # "*" is added only if some layer matches no pattern, because a pattern that applies to no layer is an error. It
     # comes first, so that it applies to no other layer.
     rest = any(_last_match(setting, name) is None for name in names)
-    return {
-        **({"*": least} if rest else {}),
-        **{pattern: max(number, least) for pattern, number in setting.items()},
-    }
+    return ({"*": least} if rest else {}) | {pattern: max(number, least) for pattern, number in setting.items()}
 
 
 def format_setting(setting: Fractions) -> str:
@@ -175,9 +159,8 @@ def _check_patterns(key: str, setting: Fractions, graph: ChannelGraph) -> None:
                 f"{key}: {pattern!r} never applies, because later patterns match all its layers and the last match "
                 "wins; move it after them"
             )
-        alone = next((name for name in graph.unscored if fnmatchcase(name, pattern)), None)
-        if alone is not None:
-            why = f"{alone}: {graph.unscored[alone]}"
+        for name in (name for name in graph.unscored if fnmatchcase(name, pattern)):
+            why = f"{name}: {graph.unscored[name]}"
             raise PruningError(f"{key}: {pattern!r} matches no layer that can be pruned ({why}); leave it out")
         raise PruningError(f"{key}: no layer is called {pattern!r}; {suggestion(pattern, graph.layers)}")
 

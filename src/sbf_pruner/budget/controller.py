@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import PruningError
-from ..graph.channel_graph import ChannelGraph, Layer
-from ..graph.cost import FilterCosts, LaidOut, cost_of, lay_out, network_cost, whole_cost
+from ..graph.channel_graph import ChannelGraph
+from ..graph.cost import Cost, FilterCosts, LaidOut, cost_of, lay_out, network_cost, whole_cost
 from ..graph.nodes import Mask
 from .constraints import Constraints
 from .file_size import FileSize
-from .search import Landing, Masks, SearchSpace, Values, land
+from .search import Masks, Search, Selection, Values
 from .targets import MICROSECONDS, Budget, Limits, Usage, is_missed
 from .widths import ResolvedConstraints, Widths, resolve
 
 
-class LatencyClock(Protocol):
+class LatencyPredictor(Protocol):
     """Predicts how long a network takes."""
 
     def seconds(self, laid: LaidOut) -> float:
@@ -48,8 +47,8 @@ class Selector:
     >>> from torch import nn
     >>> from ..graph.build import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
-    >>> aim = Selector(trace(net, torch.zeros(1, 3, 4, 4)), Budget(macs=0.5))
-    >>> aim.choose({"0": np.arange(8.0)}).masks["0"]
+    >>> selector = Selector(trace(net, torch.zeros(1, 3, 4, 4)), Budget(macs=0.5))
+    >>> selector.choose({"0": np.arange(8.0)}).masks["0"]
     array([False, False, False, False,  True,  True,  True,  True])
     """
 
@@ -58,48 +57,47 @@ class Selector:
         graph: ChannelGraph,
         budget: Budget | None = None,
         constraints: Constraints | ResolvedConstraints | None = None,
-        clock: LatencyClock | None = None,
+        latency_model: LatencyPredictor | None = None,
         stored: FileSize | None = None,
         *,
         refuse: bool = True,
     ) -> None:
         self.graph = graph
         self.stored = stored
-        self.clock = clock if budget is not None and budget.latency != 1 else None
-        if budget is not None and budget.latency != 1 and clock is None:
+        self.latency_model = latency_model if budget is not None and budget.latency != 1 else None
+        if budget is not None and budget.latency != 1 and latency_model is None:
             raise PruningError(
                 "a latency target needs the measured times of the layers; measure them with `sbf latency --out` "
                 "and give the file (clock=, or latency.table in a recipe)"
             )
         self.constraints = resolve(constraints, graph)
-        self._widths = Widths(graph)
+        self._widths = Widths(graph, self.constraints)
         self.limits: Limits | None = None
         if budget is not None and budget.asked:
             self.limits = budget.limits(self.whole)
             self.prices = self.priced(graph.all_filters())
-            self.smallest = self._smallest(self.constraints, self.limits)
+            self.smallest = self._smallest(self.limits)
             self.reachable = self.limits.hold(self.count(self.smallest))
             if refuse and not self.reachable:
-                raise self._refusal(self.limits)
+                raise self._refusal(budget, self.limits)
 
-    def choose(self, scores: Mapping[str, Values], threshold: float = 0.5, progress: float = 1.0) -> Landing:
+    def choose(self, scores: Mapping[str, Values], threshold: float = 0.5, progress: float = 1.0) -> Selection:
         """Return the filters to keep. `progress` moves the limits from the dense network (0) to the budget (1)."""
         scores = self.constraints.level_branches(scores)
         if self.limits is None:
             # The paper's gate (Eq. 6).
             above = {name: values >= threshold for name, values in scores.items()}
-            return Landing(self._finished(above, scores, self.constraints), {}, threshold)
-        return land(self._field(scores), self.limits.eased(progress), progress >= 1)
+            return Selection(self._completed(above, scores), {}, threshold)
+        return self._search(scores, self.limits.eased(progress)).best(widen=progress >= 1)
 
-    def level(self, scores: Mapping[str, Values]) -> float:
+    def cutoff(self, scores: Mapping[str, Values]) -> float:
         """Return the score that separates kept from removed filters under the final limits of the budget."""
         assert self.limits is not None
-        return land(self._field(self.constraints.level_branches(scores)), self.limits, settled=False).level
+        return self._search(self.constraints.level_branches(scores), self.limits).best(widen=False).cutoff
 
     def least(self) -> Masks:
         """Return the smallest selection allowed if all scores are equal; the first filters of a layer are kept."""
-        alike = {name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()}
-        return self._finished(_nothing(self.graph), alike, self.constraints)
+        return self._fewest({name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()})
 
     def excess_fractions(self) -> dict[str, float]:
         """Return the fraction of each limited resource that has to go; of the MACs if there is no budget."""
@@ -113,44 +111,44 @@ class Selector:
         MACs are per sample. Without `stored`, the size is that of the tensors alone.
         """
         laid = lay_out(self.graph, masks)
-        found = asdict(cost_of(self.graph, laid))
-        if self.stored is not None:
-            found["size"] = self.stored.bytes(laid, found["size"])
-        timed = {} if self.clock is None else {"latency": MICROSECONDS * self.clock.seconds(laid)}
-        return {**found, "macs": found["macs"] / self.graph.trace.samples, **timed}
+        cost = cost_of(self.graph, laid)
+        return self._usage(cost, cost.size if self.stored is None else self.stored.bytes(laid, cost.size), laid)
 
     @cached_property
     def whole(self) -> Usage:
         """Cost of the dense network, including layers whose output is not used."""
-        found = asdict(whole_cost(self.graph))
-        if self.stored is not None:
-            found["size"] = self.stored.dense
-        timed = {} if self.clock is None else {"latency": self.count({})["latency"]}
-        return {**found, "macs": found["macs"] / self.graph.trace.samples, **timed}
+        cost = whole_cost(self.graph)
+        return self._usage(cost, cost.size if self.stored is None else self.stored.dense, lay_out(self.graph, {}))
 
-    def missed(self, masks: Masks) -> str | None:
+    def _usage(self, cost: Cost, size: float, laid: LaidOut) -> Usage:
+        usage = {"params": cost.params, "macs": cost.macs / self.graph.trace.samples, "size": size}
+        return (
+            usage
+            if self.latency_model is None
+            else {**usage, "latency": MICROSECONDS * self.latency_model.seconds(laid)}
+        )
+
+    def excess(self, masks: Masks) -> str | None:
         """Describe what exceeds the budget; None if nothing does, or only the latency and by a few percent."""
         if self.limits is None:
             return None
         used, most = self.count(masks), self.limits.most
         broken = [n for n in self.limits.broken(used) if n != "latency" or is_missed(most[n], used[n])]
-        found, asked = (", ".join(self.limits.told(name, what) for name in broken) for what in (used, most))
-        return f"the network has {found}, and the budget is {asked}" if broken else None
+        found, allowed = (", ".join(self.limits.told(name, what) for name in broken) for what in (used, most))
+        return f"the network has {found}, and the budget is {allowed}" if broken else None
 
     def priced(self, keep: Mapping[str, Mask]) -> Prices:
         """Return the cost of one filter of each layer for every resource, given the filters that are kept."""
         found = filter_prices(self.graph, keep)
-        if self.clock is not None:
-            found["latency"] = self.clock.prices(lay_out(self.graph, keep), keep)
+        if self.latency_model is not None:
+            found["latency"] = self.latency_model.prices(lay_out(self.graph, keep), keep)
         return found
 
-    def _field(self, scores: Mapping[str, Values]) -> SearchSpace:
-        def finish(masks: Masks) -> Masks:
-            return self._finished(masks, scores, self.constraints)
+    def _search(self, scores: Mapping[str, Values], limits: Limits) -> Search:
+        complete = partial(self._completed, scores=scores)
+        return Search(scores, limits, self.count, complete, self.prices, self.smallest, self.graph.settle)
 
-        return SearchSpace(scores, self.count, finish, self.prices, self.smallest, self.graph.settle)
-
-    def _finished(self, masks: Masks, scores: Mapping[str, Values], constraints: ResolvedConstraints) -> Masks:
+    def _completed(self, masks: Masks, scores: Mapping[str, Values]) -> Masks:
         # A disconnected network cannot train, so a layer that is the only path left keeps its best filter.
         weakest_first = sorted(scores, key=lambda name: float(scores[name].max()))
         masks = dict(masks)
@@ -159,43 +157,42 @@ class Selector:
                 best = np.arange(len(scores[name])) == scores[name].argmax()
                 # Factors of a product may have filters left but share no channel: then all of them come back.
                 masks[name] = np.ones_like(best) if masks[name].any() else best
-        return self._widths.extended(masks, scores, constraints)
+        return self._widths.extended(masks, scores)
 
-    def _smallest(self, constraints: ResolvedConstraints, limits: Limits) -> Masks:
+    def _fewest(self, scores: Mapping[str, Values]) -> Masks:
+        return self._completed({name: np.zeros(len(own), bool) for name, own in scores.items()}, scores)
+
+    def _smallest(self, limits: Limits) -> Masks:
         """Return a selection that is as small as allowed.
 
         Which path through the network is kept depends on the order in which layers are given up, so several orders
         are tried. The selection whose tightest limit has the most room is returned.
         """
         layers = self.graph.layers
-        priced = [[-self.prices[resource][name] for name in layers] for resource in limits.most]
+        orders = [[0.0] * len(layers), range(len(layers))]
+        orders += [[-self.prices[resource][name] for name in layers] for resource in limits.most]
         found = []
-        for worth in ([0.0 for _ in layers], [float(place) for place in range(len(layers))], *priced):
-            scores = {name: np.full(layers[name].filters, value) for name, value in zip(layers, worth, strict=True)}
-            found.append(self._finished(_nothing(self.graph), constraints.level_branches(scores), constraints))
-        return min(found, key=lambda masks: -min(limits.room(self.count(masks)).values()))
+        for values in orders:
+            scores = {n: np.full(layers[n].filters, float(v)) for n, v in zip(layers, values, strict=True)}
+            found.append(self._fewest(self.constraints.level_branches(scores)))
+        return max(found, key=lambda masks: min(limits.room(self.count(masks)).values()))
 
-    def _refusal(self, limits: Limits) -> PruningError:
+    def _refusal(self, budget: Budget, limits: Limits) -> PruningError:
         least = self.count(self.smallest)
         broken = limits.broken(least)
-        contradicted = self.constraints != ResolvedConstraints() and not limits.broken(
-            self.count(self._smallest(ResolvedConstraints(), limits))
-        )
         remedy = "allow more layers to be pruned"
-        if contradicted:
-            remedy = f"loosen the constraints ({self.constraints.settings.describe()}), which contradict it"
+        if self.constraints != ResolvedConstraints():
+            free = Selector(self.graph, budget, None, self.latency_model, self.stored, refuse=False)
+            if free.reachable:
+                remedy = f"loosen the constraints ({self.constraints.settings.describe()}), which contradict it"
         # The file also holds the plan, so that of a tiny network may grow, and a larger target would not help.
         more = "" if any(least[name] >= limits.whole[name] for name in broken) else "raise the target, or "
-        asked = " and ".join(limits.told(name, limits.most) for name in broken)
+        target = " and ".join(limits.told(name, limits.most) for name in broken)
         found = " and ".join(limits.told(name, least, up=True) for name in broken)
         return PruningError(
-            f"the target of {asked} cannot be met: the smallest possible network "
+            f"the target of {target} cannot be met: the smallest possible network "
             f"{'takes' if broken == ['latency'] else 'has'} {found}; {more}{remedy}"
         )
-
-
-def _nothing(graph: ChannelGraph) -> Masks:
-    return {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
 
 
 # Gains on the change and on the value of the error. Scores integrate the penalty, so a strength that integrated the
@@ -210,23 +207,23 @@ class Steering:
     """Controller of the penalty strength.
 
     >>> steering = Steering(1e-3, threshold=0.5)
-    >>> steering.follow(level=0.9, progress=1.0) > 1e-3  # filters that must go score too high
+    >>> steering.follow(cutoff=0.9, progress=1.0) > 1e-3  # filters that must go score too high
     True
     """
 
     def __init__(self, strength: float, threshold: float) -> None:
         self.start = self.strength = strength
         self.threshold = threshold
-        self.error = 0.0  # of the last update; at first 0, because scores start at 1 as wanted at progress 0
+        self.error = 0.0  # of the last update; at first 0, because scores start at 1, as intended at progress 0
 
-    def follow(self, level: float, progress: float) -> float:
+    def follow(self, cutoff: float, progress: float) -> float:
         """Return the next strength.
 
-        `level` is the score at which the search cuts under the final limits. `progress` goes from 0 to 1 and moves
-        the level that is wanted from 1 to the threshold.
+        `cutoff` is the score at which the search cuts under the final limits. `progress` goes from 0 to 1 and moves
+        the intended cutoff from 1 to the threshold.
         """
-        wanted = 1 + (self.threshold - 1) * min(max(progress, 0.0), 1.0)
-        error = math.log(max(level, 1e-6) / wanted)
+        intended = 1 + (self.threshold - 1) * min(max(progress, 0.0), 1.0)
+        error = math.log(max(cutoff, 1e-6) / intended)
         factor = math.exp(CHANGE * (error - self.error) + REST * error)
         self.error = error
         bounded = self.strength * min(max(factor, 1 / BOUND), BOUND)
@@ -244,7 +241,7 @@ class Steering:
 
 Prices = dict[str, dict[str, float]]  # resource -> layer -> fraction of the dense network
 
-_ASKED = 3  # filters per layer whose cost is computed
+_SAMPLED = 3  # filters per layer whose cost is computed
 
 
 def filter_prices(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Prices:
@@ -258,32 +255,22 @@ def filter_prices(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Prices:
     >>> from ..graph.build import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.ReLU(), nn.Conv2d(8, 5, 1, bias=False))
     >>> graph = trace(net, torch.zeros(1, 3, 4, 4))
-    >>> filter_prices(graph, graph.all_filters())["macs"]  # 8 filters, and all there is hangs on them
+    >>> filter_prices(graph, graph.all_filters())["macs"]  # 8 filters, on which all of the network depends
     {'0': 0.125}
     """
-    whole, appraiser = network_cost(graph, {}), FilterCosts(graph, keep)
+    whole, costs = network_cost(graph, {}), FilterCosts(graph, keep)
     found: Prices = {"params": {}, "macs": {}}
     for name, layer in graph.layers.items():
-        macs, params = _mean(appraiser, name, keep[name]) or _own(layer)
+        kept = np.flatnonzero(keep[name])
+        some = np.unique(np.linspace(0, len(kept) - 1, min(_SAMPLED, len(kept))).astype(int))
+        savings = [costs.filter(name, int(kept[place])) for place in some]
+        macs, params = (sum(getattr(s, key) for s in savings) / max(len(savings), 1) for key in ("macs", "params"))
+        if not params:
+            params = math.prod(layer.nodes[0].weight.shape) / layer.filters
+            macs = params * sum(math.prod(node.out.shape[2:]) for node in layer.nodes)
         found["macs"][name] = macs / max(whole.macs, 1)
         found["params"][name] = params / max(whole.params, 1)
     return {**found, "size": found["params"]}
-
-
-def _mean(appraiser: FilterCosts, name: str, mask: Mask) -> tuple[float, float] | None:
-    """Return the mean MACs and parameters of some kept filters; None if none is kept or none can go alone."""
-    there = np.flatnonzero(mask)
-    asked = there[np.unique(np.linspace(0, len(there) - 1, _ASKED).astype(int))] if len(there) else there
-    worths = [appraiser.filter(name, int(place)) for place in asked]
-    macs, params = (sum(getattr(w, key) for w in worths) / max(len(worths), 1) for key in ("macs", "params"))
-    return (macs, params) if params else None
-
-
-def _own(layer: Layer) -> tuple[float, float]:
-    """Return the MACs and parameters of one filter of a layer, without its neighbors."""
-    params = math.prod(layer.nodes[0].weight.shape) / layer.filters
-    pixels = sum(math.prod(node.out.shape[2:]) for node in layer.nodes)
-    return params * pixels, params
 
 
 class ResourceWeights:

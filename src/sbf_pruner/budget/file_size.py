@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import LaidOut, entries_left
-from ..graph.records import Value
 from ..modules import Remap, Zeros
 from ..plan import Plan
 from ..utils.files import file_metadata, stored_bytes, to_plain
@@ -47,25 +46,22 @@ def wiring(network: nn.Module) -> str:
     >>> [kept[0] == other for other in kept]
     [True, False, True]
     """
-    told = [
+    modules = [
         (name, module.dim, module.source if isinstance(module, Remap) else module.width)
         for name, module in network.named_modules()
         if isinstance(module, (Remap, Zeros))
     ]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[: len(_ANY)]
+    return hashlib.sha256(json.dumps(modules).encode()).hexdigest()[: len(_ANY)]
 
 
 def state_tensors(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
-    """Return the state dict of a network; a PruningError if it holds anything that is not a tensor.
-
-    The file stores tensors alone.
-    """
+    """Return the state dict of a network; a PruningError if it holds anything that is not a tensor."""
     state: dict[str, Any] = model.state_dict(keep_vars=keep_vars)
-    for name, held in state.items():
-        if not isinstance(held, Tensor):
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
             module = name.removesuffix(_EXTRA).removesuffix(".") or type(model).__name__
             raise PruningError(
-                f"{module} puts a {type(held).__name__!r} into its state dict, as get_extra_state does, and the "
+                f"{module} puts a {type(value).__name__!r} into its state dict, as get_extra_state does, and the "
                 "file of a network holds only tensors; store it in a buffer, or return a tensor there"
             )
     return state
@@ -98,18 +94,16 @@ class FileSize:
     def __init__(self, model: nn.Module, inputs: Any, graph: ChannelGraph) -> None:
         self._graph, self._inputs = graph, inputs
         self._before: tuple[Plan, ...] = getattr(model, "sbf_plans", ())
-        state = state_tensors(model, keep_vars=True)
-        used = {id(state[name]): name for name in graph.trace.states if name in state}
-        self._twins = {  # a shared tensor is stored once under each of its names
-            name: used[id(tensor)]
-            for name, tensor in state.items()
-            if id(tensor) in used and name not in graph.trace.states
+        state, traced = state_tensors(model, keep_vars=True), graph.trace.states
+        used = {id(state[name]): name for name in traced if name in state}
+        self._shared = {  # a shared tensor is stored once under each of its names
+            name: used[id(tensor)] for name, tensor in state.items() if id(tensor) in used and name not in traced
         }
         self._entries = {name: _entry(name, tensor) for name, tensor in state.items()}
         self._fixed = {
             name: tensor.numel() * tensor.element_size()
             for name, tensor in state.items()
-            if name not in graph.trace.states and name not in self._twins
+            if name not in traced and name not in self._shared
         }
         self.dense = stored_bytes(*contents(model))
         """Size with all filters: that of the network itself, whose file holds no new plan."""
@@ -118,28 +112,25 @@ class FileSize:
         """Return an upper bound on the size of the file if the tensors that can be pruned take `tensors` bytes."""
         if all(mask.all() for mask in laid.keep.values()):
             return self.dense
-        there = [n for n in self._entries if self._twins.get(n, n).rpartition(".")[0] not in laid.gone]
-        data = tensors + sum(self._fixed.get(name, 0) for name in there)
-        if self._twins:
-            left, states = entries_left(self._graph, laid), self._graph.trace.states
-            twins = [self._twins[name] for name in there if name in self._twins]
-            data += sum(left[name] * _bytes_each(states[name]) for name in twins)
+        kept = [n for n in self._entries if self._shared.get(n, n).rpartition(".")[0] not in laid.gone]
+        data = tensors + sum(self._fixed.get(name, 0) for name in kept)
+        if self._shared:
+            left = entries_left(self._graph, laid)
+            for name in (self._shared[name] for name in kept if name in self._shared):
+                stored = self._graph.trace.states[name].data
+                data += left[name] * (0 if stored is None else stored.element_size())
         plans = (*self._before, Plan.from_masks(laid.keep))
-        told = len(json.dumps({"__metadata__": file_metadata("0" * 64, header(plans, self._inputs, _ANY))}))
+        head = len(json.dumps({"__metadata__": file_metadata("0" * 64, header(plans, self._inputs, _ANY))}))
         offsets = 2 * len(str(data))
-        told += sum(self._entries[name] + _INSERTED + offsets for name in there)
-        return 8 + -(-told // _ALIGNED) * _ALIGNED + data
-
-
-def _bytes_each(value: Value) -> int:
-    return value.data.element_size() if value.data is not None else 0
+        head += sum(self._entries[name] + _INSERTED + offsets for name in kept)
+        return 8 + -(-head // _ALIGNED) * _ALIGNED + data
 
 
 def _entry(name: str, tensor: Tensor) -> int:
     """Return the length of a tensor's entry in the header, without the digits of its offsets."""
     shape = json.dumps(list(tensor.shape), separators=(",", ":"))
-    told = json.dumps(name, ensure_ascii=False) + f':{{"dtype":"","shape":{shape},"data_offsets":[,]}},'
-    return len(told.encode()) + _DTYPE
+    entry = json.dumps(name, ensure_ascii=False) + f':{{"dtype":"","shape":{shape},"data_offsets":[,]}},'
+    return len(entry.encode()) + _DTYPE
 
 
 def _describe(at: str, tensor: Tensor) -> dict[str, Any]:

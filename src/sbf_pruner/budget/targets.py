@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from ..errors import PruningError, suggestion
-from ..utils.settings import Section, setting_field
+from ..utils.settings import Section, setting
 
 Usage = Mapping[str, float]  # what a network uses of each resource
 
@@ -29,16 +28,12 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\N{MICRO SIGN}s": 1e-6, "\N{GREEK
 _TIME = re.compile(f"{_NUMBER}\\s*({'|'.join(_SECONDS)})")
 
 
-def is_missed(asked: float, measured: float | None) -> bool:
+def is_missed(target: float, measured: float | None) -> bool:
     """Return True if a network was measured and takes clearly longer than the target latency."""
-    return measured is not None and measured > (1 + LATENCY_TOLERANCE) * asked
+    return measured is not None and measured > (1 + LATENCY_TOLERANCE) * target
 
 
 RESOURCES = ("params", "macs", "size", "latency")
-
-
-def _target(what: str, examples: str) -> dict[str, Any]:
-    return setting_field(f"{what} to keep at most: {examples}", above=0)
 
 
 @dataclass(frozen=True, init=False)
@@ -54,19 +49,17 @@ class Budget(Section):
     {'macs': 500000.0, 'size': 200000.0}
     """
 
-    params: float = field(
-        default=1.0, metadata=_target("parameters", "a share such as 0.4, or a number such as 350e3")
+    params: float = setting(
+        1.0, "parameters to keep at most: a share such as 0.4, or a number such as 350e3", above=0
     )
-    macs: float = field(
-        default=1.0, metadata=_target("MACs of a sample", "a share such as 0.5, or a number such as 60e6")
+    macs: float = setting(
+        1.0, "MACs of a sample to keep at most: a share such as 0.5, or a number such as 60e6", above=0
     )
-    size: float = field(
-        default=1.0,
-        metadata=_target("size of the weights file", "a share such as 0.5, or bytes such as 1e6"),
+    size: float = setting(
+        1.0, "size of the weights file to keep at most: a share such as 0.5, or bytes such as 1e6", above=0
     )
-    latency: float = field(
-        default=1.0,
-        metadata=_target("latency of a pass", "a share such as 0.6, or microseconds such as 5000"),
+    latency: float = setting(
+        1.0, "latency of a pass to keep at most: a share such as 0.6, or microseconds such as 5000", above=0
     )
 
     def __init__(
@@ -132,9 +125,15 @@ def _amount(name: str, given: float | str) -> float:
 
 
 def _number(text: str, name: str, value: str) -> float:
+    """Parse the `value` of the target `text`."""
     value = value.lower()
     if name == "latency" and (time := _TIME.fullmatch(value)):
-        return _duration(text, float(time[1]) * _SECONDS[time[2]])
+        seconds = float(time[1]) * _SECONDS[time[2]]
+        if not math.isfinite(seconds):
+            raise PruningError(f"target {text!r}: not a valid time; write it like latency={_EXAMPLES['latency']}")
+        if seconds <= 1 / MICROSECONDS:
+            raise PruningError(f"target {text!r}: no network runs in a microsecond; give a longer time")
+        return MICROSECONDS * seconds
     match = _WRITTEN.fullmatch(value)
     scale, byte = (match[2], match[3]) if match else ("?", "")
     if name == "latency" and match is not None and (scale not in ("", "%") or (not scale and float(match[1]) > 1)):
@@ -147,19 +146,11 @@ def _number(text: str, name: str, value: str) -> float:
     number = float(match[1]) * (0.01 if scale == "%" else _SCALES[scale])
     if not number or not math.isfinite(number) or (scale == "%" and number > 1):
         raise PruningError(f"target {text!r}: must be above 0 and at most 100% of the network")
-    if number <= 1 and (byte or scale in ("k", "m", "g", "ki", "mi", "gi")):
+    if number <= 1 and (byte or scale not in ("", "%")):
         raise PruningError(
             f"target {text!r}: no network is that small; give a larger number, or a fraction ({name}=50%)"
         )
     return number
-
-
-def _duration(text: str, seconds: float) -> float:
-    if not math.isfinite(seconds):
-        raise PruningError(f"target {text!r}: not a valid time; write it like latency={_EXAMPLES['latency']}")
-    if not seconds > 1 / MICROSECONDS:
-        raise PruningError(f"target {text!r}: no network runs in a microsecond; give a longer time")
-    return MICROSECONDS * seconds
 
 
 @dataclass(frozen=True)

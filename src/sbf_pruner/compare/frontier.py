@@ -194,7 +194,7 @@ class _Sweep:
     def __init__(self, scored: Scored, request: FrontierOptions, report: Report) -> None:
         self.scored, self.request, self.report = scored, request, report
         pruner = scored.networks.pruner
-        self.graph, self.constraints, self.inputs = pruner.graph, pruner.aim.constraints, pruner.example_inputs
+        self.graph, self.constraints, self.inputs = pruner.graph, pruner.selector.constraints, pruner.example_inputs
         self.stored = FileSize(scored.networks.bare_copy(), self.inputs, self.graph)
         self.free = Selector(self.graph, None, self.constraints, stored=self.stored)
         self.clock = self._clock()
@@ -233,11 +233,11 @@ class _Sweep:
     def _measure(self, size: float) -> SizePoint:
         target: SizePoint = {"asked": size, "share": self._share(size)}
         budget = Budget(**{self.request.of: size})
-        aim = Selector(self.graph, budget, self.constraints, self.clock, self.stored, refuse=False)
-        if budget.asked and not aim.reachable:
-            self.smallest = self.smallest or self._evaluate("the smallest", aim.smallest)
+        selector = Selector(self.graph, budget, self.constraints, self.clock, self.stored, refuse=False)
+        if budget.asked and not selector.reachable:
+            self.smallest = self.smallest or self._evaluate("the smallest", selector.smallest)
             return {**target, "reached": False}
-        masks = aim.choose(self.scored.scores).masks if budget.asked else self.graph.all_filters()
+        masks = selector.choose(self.scored.scores).masks if budget.asked else self.graph.all_filters()
         return {**target, "reached": True, **self._evaluate(f"{format_percentage(100 * target['share'])}%", masks)}
 
     def _evaluate(self, name: str, masks: Masks) -> SizePoint:

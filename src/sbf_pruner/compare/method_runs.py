@@ -33,16 +33,6 @@ from ..training.run_folder import RunFolder, build_dense
 from ..utils.files import write_text
 from ..utils.user_code import Origin
 
-__all__ = [
-    "MethodResult",
-    "MethodRun",
-    "check_methods",
-    "finished_before",
-    "plan_runs",
-    "rank_methods",
-    "write_comparison",
-]
-
 
 @dataclass(frozen=True)
 class MethodRun:
@@ -93,56 +83,58 @@ def plan_runs(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root
         raise RunError(f"{root} is a file; name a folder for the runs (--run)")
     if RunFolder(root).begun:
         raise RunError(f"{root} holds a run of its own; name another folder for those to compare (--run)")
-    entrants: list[MethodRun] = []
+    runs: list[MethodRun] = []
     for seed in seeds:
         folders = {method: RunFolder(root / f"{method}-seed{seed}") for method in methods}
-        first = next((m for m in methods if _is_leader(folders[m], recipe.dense_control)), None)
-        elder = None if first is not None else _finished_leader(recipe, seed, root)
-        if elder is None:
+        first = next((m for m in methods if _trained_dense(folders[m], recipe)), None)
+        dense_from = None
+        if first is None:
+            earlier = (f for f, own in _finished(recipe, root) if own.seed == seed and _trained_dense(f, recipe))
+            dense_from = next(earlier, None)
+        if dense_from is None:
             first = first or methods[0]
-            elder = folders[first]
+            dense_from = folders[first]
         for method in sorted(methods, key=lambda method: method != first):
             # The dense control of a seed does not depend on the method, so it is trained once.
-            control = recipe.dense_control and method == first
-            own = _own(recipe, method, seed, control)
+            own = _own(recipe, method, seed, recipe.dense_control and method == first)
             folder = folders[method]
             folder.check(own, resume=folder.begun, force=False)
-            shared = elder.path if recipe.phases.warmup and method != first else None
-            entrants.append(MethodRun(own, folder, shared))
-    return entrants
+            shared = dense_from.path if recipe.phases.warmup and method != first else None
+            runs.append(MethodRun(own, folder, shared))
+    return runs
 
 
-def finished_before(recipe: Recipe, entrants: Sequence[MethodRun], root: Path) -> list[RunFolder]:
-    """Return finished runs of the same recipe in `root`, with methods or seeds that are not among `entrants`."""
-    known = {one.folder.path for one in entrants}
+def finished_before(recipe: Recipe, runs: Sequence[MethodRun], root: Path) -> list[RunFolder]:
+    """Return finished runs of the same recipe in `root`, with methods or seeds that are not among `runs`."""
+    known = {run.folder.path for run in runs}
     return [folder for folder, _ in _finished(recipe, root) if folder.path not in known]
-
-
-def _finished_leader(recipe: Recipe, seed: int, root: Path) -> RunFolder | None:
-    """Return a finished run of an earlier comparison that trained the dense stage of this seed."""
-    found = [(folder, own) for folder, own in _finished(recipe, root) if own.seed == seed]
-    return next((folder for folder, own in found if own.dense_control == recipe.dense_control), None)
 
 
 def _finished(recipe: Recipe, root: Path) -> Iterator[tuple[RunFolder, Recipe]]:
     for folder in map(RunFolder, sorted(root.glob("*-seed*"))):
         with suppress(PruningError):  # A damaged run is reported when it is resumed.
-            held = folder.read_recipe()
-            if folder.finished and held == _own(recipe, held.method, held.seed, held.dense_control):
-                yield folder, held
+            own = folder.read_recipe()
+            if folder.finished and own == _own(recipe, own.method, own.seed, own.dense_control):
+                yield folder, own
+
+
+def _trained_dense(folder: RunFolder, recipe: Recipe) -> bool:
+    """Return True if the folder holds a run whose dense stage other runs may have reused."""
+    with suppress(RunError):  # `RunFolder.check` reports it later.
+        return folder.begun and folder.read_recipe().dense_control == recipe.dense_control
+    return False
 
 
 def _own(recipe: Recipe, method: str, seed: int, control: bool) -> Recipe:
     return replace(recipe, name=f"{recipe.name}-{method}", method=method, seed=seed, dense_control=control)
 
 
-def check_methods(entrants: Sequence[MethodRun]) -> None:
+def check_methods(runs: Sequence[MethodRun]) -> None:
     """Raise a PruningError if a method cannot rank the filters of this network, before any run has trained."""
-    names = sorted({one.method for one in entrants if one.method != OWN and not one.folder.begun})
+    names = sorted({run.method for run in runs if run.method != OWN and not run.folder.begun})
     if not names:
         return
-    recipe = entrants[0].recipe
-    origin = entrants[0].origin
+    recipe, origin = runs[0].recipe, runs[0].origin
     data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, origin)
     model = build_dense(recipe, origin)
     images = first_images(RunBatches(recipe, data, torch.device("cpu"), model).train.epoch(0), REHEARSED)
@@ -152,16 +144,6 @@ def check_methods(entrants: Sequence[MethodRun]) -> None:
     with cpu_threads(recipe.threads):
         for name in names:
             check_method(name, Subject(model, graph, images))
-
-
-def _is_leader(folder: RunFolder, control: bool) -> bool:
-    """Return True if the folder holds a run whose dense stage others may have reused."""
-    if not folder.begun:
-        return False
-    try:
-        return folder.read_recipe().dense_control == control
-    except RunError:  # `RunFolder.check` reports it later.
-        return False
 
 
 PAGE = "comparison.html"
@@ -205,51 +187,40 @@ def rank_methods(summaries: Sequence[Summary]) -> list[MethodResult]:
     groups: dict[str, list[Summary]] = {}
     for summary in summaries:
         groups.setdefault(summary["method"], []).append(summary)
-    found = [_standing(method, group) for method, group in groups.items()]
+    found = []
+    for method, group in groups.items():
+        pruned = [summary["pruned"] for summary in group]
+        params, macs = (
+            statistics.fmean(summary["pruned"][key] / summary["dense"][key] for summary in group)
+            for key in ("params", "macs")
+        )
+        validation = tuple(one["validation_accuracy"] for one in pruned if one["validation_accuracy"] is not None)
+        found.append(MethodResult(method, tuple(one["accuracy"] for one in pruned), validation, params, macs))
     return sorted(found, key=lambda one: -one.mean)
-
-
-def _standing(method: str, group: Sequence[Summary]) -> MethodResult:
-    held_out = [summary["pruned"]["validation_accuracy"] for summary in group]
-    params, macs = (
-        statistics.fmean(summary["pruned"][key] / summary["dense"][key] for summary in group)
-        for key in ("params", "macs")
-    )
-    return MethodResult(
-        method,
-        tuple(summary["pruned"]["accuracy"] for summary in group),
-        tuple(value for value in held_out if value is not None),
-        params,
-        macs,
-    )
 
 
 def write_comparison(root: Path, runs: Sequence[Path], summaries: Sequence[Summary]) -> dict[str, Any]:
     """Write the result of a comparison beside its runs, as JSON and as an HTML page; returns the JSON content."""
-    result = to_json(summaries)
-    write_text(root / "comparison.json", json.dumps(result, indent=2) + "\n")
-    write_report(runs, root / PAGE)
-    return result
-
-
-def to_json(summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Return the result of a comparison as JSON-compatible values; `runs` holds every summary."""
+    methods = [
+        {
+            "method": one.method,
+            "judged_by": judged_by(one.method),
+            "accuracy": list(one.accuracy),
+            "mean": one.mean,
+            "deviation": one.deviation,
+            "validation_accuracy": list(one.validation),
+            "params_left": one.params,
+            "macs_left": one.macs,
+        }
+        for one in rank_methods(summaries)
+    ]
     controls = [summary["dense"]["accuracy"] for summary in summaries]
-    return {
-        "methods": [
-            {
-                "method": one.method,
-                "judged_by": judged_by(one.method),
-                "accuracy": list(one.accuracy),
-                "mean": one.mean,
-                "deviation": one.deviation,
-                "validation_accuracy": list(one.validation),
-                "params_left": one.params,
-                "macs_left": one.macs,
-            }
-            for one in rank_methods(summaries)
-        ],
+    result = {
+        "methods": methods,
         "dense_accuracy": [value for value in controls if value is not None],
         "epochs": summaries[0]["epochs"],
         "runs": list(summaries),
     }
+    write_text(root / "comparison.json", json.dumps(result, indent=2) + "\n")
+    write_report(runs, root / PAGE)
+    return result

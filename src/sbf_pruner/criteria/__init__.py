@@ -84,11 +84,7 @@ METHODS = {
     "ccp": Method("taylor.pairs", "the change of the loss, with interactions of pairs", across=True, images=2048),
     "dcp": Method("dcp.reselection_order", "the order in which an emptied layer re-selects it", images=256),
     "gal": Method(
-        "gal.mask_persistence",
-        "the mean of its mask under a growing penalty",
-        across=True,
-        images=512,
-        after="GAL",
+        "gal.mask_persistence", "the mean of its mask under a growing penalty", across=True, images=512, after="GAL"
     ),
     "dmc": Method(
         "",
@@ -123,57 +119,16 @@ METHODS = {
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "amc": (
-            "Agent",
-            "LayerObservations",
-            "search_widths",
-            "scores_for_fractions",
-        ),
-        "dcp": (
-            "selection",
-            "reselection_order",
-        ),
-        "feature_maps": (
-            "lost_without",
-            "rank",
-        ),
-        "gal": (
-            "Fista",
-            "mask_persistence",
-        ),
-        "nisp": (
-            "infinite_selection",
-            "propagated",
-        ),
-        "nppm": (
-            "Predictor",
-            "CostPenalty",
-            "learned_gates",
-        ),
+        "amc": ("Agent", "LayerObservations", "search_widths", "scores_for_fractions"),
+        "dcp": ("selection", "reselection_order"),
+        "feature_maps": ("lost_without", "rank"),
+        "gal": ("Fista", "mask_persistence"),
+        "nisp": ("infinite_selection", "propagated"),
+        "nppm": ("Predictor", "CostPenalty", "learned_gates"),
         "pfp": ("largest_part",),
-        "ranking": (
-            "SubnetEvaluator",
-            "target_of",
-            "rank_by",
-            "ranked",
-            "check_method",
-        ),
-        "subject": (
-            "NO_FILTER",
-            "Scores",
-            "Subject",
-            "read_filters",
-            "read_values",
-        ),
-        "taylor": (
-            "first_order",
-            "pairs",
-        ),
-        "weights": (
-            "l1_norm",
-            "fpgm_distance",
-            "l2_norm",
-            "norm_scale",
-        ),
+        "ranking": ("SubnetEvaluator", "target_of", "rank_by", "ranked", "check_method"),
+        "subject": ("NO_FILTER", "Scores", "Subject", "read_filters", "read_values"),
+        "taylor": ("first_order", "pairs"),
+        "weights": ("l1_norm", "fpgm_distance", "l2_norm", "norm_scale"),
     },
 )

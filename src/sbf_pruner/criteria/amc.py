@@ -27,7 +27,7 @@ _WALKS = 60
 _AT_RANDOM = 0.25  # fraction of the walks that are random, before the agent is used
 _LEAST = 0.1  # smallest fraction of a layer, before all layers are scaled to the target
 _NOISE = (0.5, 0.05)  # standard deviation of an action in the first walk that uses the agent, and in the last
-_DEAF = 10.0  # a deviation so large that actions are random
+_RANDOM = 10.0  # a deviation so large that actions are random
 _HIDDEN = 64
 _SAMPLED = 64  # batch size of the training steps
 _ACTOR_RATE, _CRITIC_RATE = 3e-3, 1e-2
@@ -36,31 +36,30 @@ _ACTOR_RATE, _CRITIC_RATE = 3e-3, 1e-2
 @torch.enable_grad()
 def search_widths(subject: Subject) -> Scores:
     """Return scores that land on the network of the best walk."""
-    masked, aim, way = SubnetEvaluator(subject), target_of(subject), LayerObservations(subject.graph)
+    subnets, selector, observed = SubnetEvaluator(subject), target_of(subject), LayerObservations(subject.graph)
     # The rank of a filter in its layer: 1 for the one with the largest weights.
     places = {name: np.argsort(np.argsort(-values, kind="stable")) + 1 for name, values in l1_norm(subject).items()}
-    agent = Agent(way.features, subject.seed)
+    agent = Agent(observed.features, subject.seed)
     # The reward counts images, so it cannot distinguish more walks than there are images.
-    walks = min(_WALKS, sum(len(labels) for _, labels in masked.batches))
-    heard_from = math.ceil(_AT_RANDOM * walks)
+    walks = min(_WALKS, sum(len(labels) for _, labels in subnets.batches))
+    random_walks = math.ceil(_AT_RANDOM * walks)
     found: Scores = {}
     best = -math.inf
     for walk in range(walks):
-        heard = walk >= heard_from
-        fading = (walk - heard_from) / max(walks - 1 - heard_from, 1)
-        noise = _NOISE[0] * (_NOISE[1] / _NOISE[0]) ** fading if heard else _DEAF
-        parts: list[float] = []
+        fading = (walk - random_walks) / max(walks - 1 - random_walks, 1)
+        noise = _NOISE[0] * (_NOISE[1] / _NOISE[0]) ** fading if walk >= random_walks else _RANDOM
+        fractions: list[float] = []
         for _ in places:
-            parts.append(agent.act(way.seen(parts), noise))
-        scores = scores_for_fractions(dict(zip(places, parts, strict=True)), places)
-        masks = aim.choose(scores).masks
-        reward = masked.accuracy(masks)
+            fractions.append(agent.act(observed.state(fractions), noise))
+        scores = scores_for_fractions(dict(zip(places, fractions, strict=True)), places)
+        masks = selector.choose(scores).masks
+        reward = subnets.accuracy(masks)
         if reward > best:
             best, found = reward, scores
         # The fractions that were really kept count as the actions.
         kept = [float(masks[name].mean()) for name in places]
-        agent.remember([way.seen(kept[:place]) for place in range(len(kept))], kept, reward)
-        for _ in kept if walk + 1 >= heard_from else ():
+        agent.remember([observed.state(kept[:place]) for place in range(len(kept))], kept, reward)
+        for _ in kept if walk + 1 >= random_walks else ():
             agent.learn()
     return found
 
@@ -90,7 +89,7 @@ class LayerObservations:
         self._fixed = (fixed - fixed.min(0)) / np.where(span, span, 1)
         self.features = self._fixed.shape[1] + 2
 
-    def seen(self, kept: Sequence[float]) -> Tensor:
+    def state(self, kept: Sequence[float]) -> Tensor:
         """Return the observation at the layer after those in `kept`, the fractions kept so far.
 
         It consists of the properties of the layer, the fraction of all MACs removed so far, and the last fraction
@@ -118,10 +117,10 @@ class Agent:
             torch.manual_seed(seed)
             self._actor, self._critic = _network(features), _network(features + 1)
         self._random = torch.Generator().manual_seed(seed)
-        self._actor_descent = torch.optim.Adam(self._actor.parameters(), _ACTOR_RATE)
-        self._critic_descent = torch.optim.Adam(self._critic.parameters(), _CRITIC_RATE)
+        self._actor_optimizer = torch.optim.Adam(self._actor.parameters(), _ACTOR_RATE)
+        self._critic_optimizer = torch.optim.Adam(self._critic.parameters(), _CRITIC_RATE)
         self._memory: list[Tensor] = []
-        self._usual: float | None = None
+        self._baseline: float | None = None
 
     @torch.no_grad()
     def act(self, state: Tensor, noise: float = 0.0) -> float:
@@ -145,17 +144,17 @@ class Agent:
         rows = torch.stack([self._memory[number] for number in drawn.tolist()])
         states, reward = rows[:, :-2], rows[:, -1:]
         mean = float(reward.mean())
-        self._usual = mean if self._usual is None else (self._usual + mean) / 2
-        self._critic_descent.zero_grad()
-        F.mse_loss(self._critic(rows[:, :-1]), reward - self._usual).backward()
-        self._critic_descent.step()
-        self._actor_descent.zero_grad()
+        self._baseline = mean if self._baseline is None else (self._baseline + mean) / 2
+        self._critic_optimizer.zero_grad()
+        F.mse_loss(self._critic(rows[:, :-1]), reward - self._baseline).backward()
+        self._critic_optimizer.step()
+        self._actor_optimizer.zero_grad()
         (-self._critic(torch.cat([states, self._action(states)], 1)).mean()).backward()
-        self._actor_descent.step()
+        self._actor_optimizer.step()
 
     def _action(self, states: Tensor) -> Tensor:
-        found: Tensor = _LEAST + (1 - _LEAST) * self._actor(states).sigmoid()
-        return found
+        actions: Tensor = _LEAST + (1 - _LEAST) * self._actor(states).sigmoid()
+        return actions
 
 
 def _network(features: int) -> nn.Sequential:

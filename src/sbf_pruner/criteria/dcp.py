@@ -23,9 +23,9 @@ from ..errors import PruningError
 from ..utils.user_model import call
 from .subject import (
     MAX_ELEMENTS,
+    ConvOrLinear,
     Scores,
     Subject,
-    Summing,
     conv_and_linear,
     positions_per_sample,
     read_values,
@@ -48,18 +48,18 @@ def reselection_order(subject: Subject) -> Scores:
 
     A filter without a known reader is kept: its score is 1.
     """
-    read = {node.layer for node in readers(subject.graph)}
-    asked = {name: module for name, module in conv_and_linear(subject.model).items() if name in read}
+    names = {node.layer for node in readers(subject.graph)}
+    modules = {name: module for name, module in conv_and_linear(subject.model).items() if name in names}
     places: dict[str, NDArray[np.floating]] = {}
-    for part in _memory_groups(asked, sum(len(labels) for _, labels in subject.batches)):
+    for part in _memory_groups(modules, sum(len(labels) for _, labels in subject.batches)):
         for name, (windows, weight, shares) in _sample_inputs(subject, part).items():
             if not (windows.isfinite().all() and weight.isfinite().all()):
                 raise PruningError(f"the input or the weights of {name} contain NaN or infinity")
             order = selection(windows, weight, shares)
             places[name] = np.empty(len(order))
             places[name][order] = np.arange(len(order), 0, -1) / len(order)
-    held = read_values(subject.graph, places)
-    return {name: values.mean(0).filled(1.0) for name, values in held.items()}
+    by_filter = read_values(subject.graph, places)
+    return {name: values.mean(0).filled(1.0) for name, values in by_filter.items()}
 
 
 def selection(windows: Tensor, weight: Tensor, shares: Tensor | None) -> NDArray[np.int64]:
@@ -77,84 +77,83 @@ def selection(windows: Tensor, weight: Tensor, shares: Tensor | None) -> NDArray
     inputs = windows.permute(2, 0, 1, 3, 4).reshape(groups, positions * images, channels * taps)
     inputs = inputs - inputs.mean(1, keepdim=True)  # A norm or a bias compensates a constant.
     dense = weight.flatten(2).mT
-    made = inputs @ dense
-    deviation = made.square().mean(1, keepdim=True).sqrt()
+    outputs = inputs @ dense
+    deviation = outputs.square().mean(1, keepdim=True).sqrt()
     # Ignore outputs that are constant.
     scale = torch.where(deviation > 1e-6 * deviation.max(), 1 / deviation, 0.0)
 
     def features(outputs: Tensor) -> Tensor:
         # A ReLU with slope 1/2 at 0, because all outputs of an empty layer are 0.
-        risen = torch.where(outputs == 0, outputs / 2, outputs.relu())
-        pooled = risen.unflatten(1, (positions, images)).mean(1).movedim(1, 0).flatten(1)
+        active = torch.where(outputs == 0, outputs / 2, outputs.relu())
+        pooled = active.unflatten(1, (positions, images)).mean(1).movedim(1, 0).flatten(1)
         return torch.cat([pooled, pooled.new_ones(images, 1)], 1)
 
-    whole = made * scale
-    judged = None if shares is None else _classifier(features(whole), shares)
+    whole = outputs * scale
+    classifier = None if shares is None else _classifier(features(whole), shares)
 
     def joint(read: Tensor, weights: Tensor) -> Tensor:
         outputs = read @ weights * scale
-        away = (outputs - whole).square().mean() / 2
-        if shares is None or judged is None:
-            return away
-        return away + F.cross_entropy(features(outputs) @ judged, shares)
+        error = (outputs - whole).square().mean() / 2
+        if shares is None or classifier is None:
+            return error
+        return error + F.cross_entropy(features(outputs) @ classifier, shares)
 
-    now, count = torch.zeros_like(dense), groups * channels
-    inside = torch.zeros(groups, channels, dtype=torch.bool, device=now.device)
+    current, count = torch.zeros_like(dense), groups * channels
+    added = torch.zeros(groups, channels, dtype=torch.bool, device=current.device)
     order: list[int] = []
     while True:
-        slope = _sloped(partial(joint, inputs), now)[1].unflatten(1, (channels, taps)).square().sum((2, 3))
-        left = slope.masked_fill(inside, -1.0).flatten()
-        come = left.topk(min(-(-count // _ROUNDS), count - len(order))).indices
-        order += come.tolist()
+        slope = _value_and_gradient(partial(joint, inputs), current)[1]
+        slope = slope.unflatten(1, (channels, taps)).square().sum((2, 3)).masked_fill(added, -1.0)
+        best = slope.flatten().topk(min(-(-count // _ROUNDS), count - len(order))).indices
+        order += best.tolist()
         if len(order) == count:
             return np.array(order)
-        inside.view(-1)[come] = True
-        free = inside.repeat_interleave(taps, 1)
-        held = free.any(0)  # Skip the inputs that are still out in all groups.
-        now[:, held] = _descended(partial(joint, inputs[..., held]), now[:, held], _STEPS, free[:, held, None])
+        added.view(-1)[best] = True
+        free = added.repeat_interleave(taps, 1)
+        used = free.any(0)  # Skip the inputs that are still out in all groups.
+        loss = partial(joint, inputs[..., used])
+        current[:, used] = _minimized(loss, current[:, used], _STEPS, free[:, used, None])
 
 
 def _classifier(features: Tensor, shares: Tensor) -> Tensor:
     """Fit the weights of a linear softmax classifier."""
-    start = features.new_zeros(features.shape[1], shares.shape[1])
-    return _descended(
-        lambda weight: F.cross_entropy(features @ weight, shares) + _DECAY / 2 * weight.square().sum(),
-        start,
-        _FITTING,
-    )
+
+    def loss(weight: Tensor) -> Tensor:
+        return F.cross_entropy(features @ weight, shares) + _DECAY / 2 * weight.square().sum()
+
+    return _minimized(loss, features.new_zeros(features.shape[1], shares.shape[1]), _FITTING)
 
 
-def _sloped(loss: Loss, at: Tensor) -> tuple[float, Tensor]:
-    """Return a loss and its gradient."""
+def _value_and_gradient(loss: Loss, point: Tensor) -> tuple[float, Tensor]:
     with torch.enable_grad():
-        at = at.detach().requires_grad_()
-        value = loss(at)
-        return float(value.detach()), torch.autograd.grad(value, at)[0]
+        point = point.detach().requires_grad_()
+        value = loss(point)
+        return float(value.detach()), torch.autograd.grad(value, point)[0]
 
 
-def _descended(loss: Loss, start: Tensor, steps: int, free: Tensor | None = None) -> Tensor:
+def _minimized(loss: Loss, start: Tensor, steps: int, free: Tensor | None = None) -> Tensor:
     """Minimize a loss for a few L-BFGS steps, moving only the entries where `free` is True."""
-    held = start.clone()
-    optimizer = torch.optim.LBFGS([held], max_iter=steps, line_search_fn="strong_wolfe")
+    point = start.clone()
+    optimizer = torch.optim.LBFGS([point], max_iter=steps, line_search_fn="strong_wolfe")
 
     def closure() -> float:
-        value, slope = _sloped(loss, held)
-        held.grad = slope if free is None else slope * free
+        value, slope = _value_and_gradient(loss, point)
+        point.grad = slope if free is None else slope * free
         return value
 
     optimizer.step(closure)
-    return held
+    return point
 
 
-def _memory_groups(asked: Mapping[str, Summing], images: int) -> Iterator[dict[str, Summing]]:
+def _memory_groups(modules: Mapping[str, ConvOrLinear], images: int) -> Iterator[dict[str, ConvOrLinear]]:
     """Split the layers into groups that are processed together.
 
     The inputs sampled from all images are in memory for a whole group, so a group of several layers is limited to
     `MAX_ELEMENTS` numbers.
     """
-    part: dict[str, Summing] = {}
+    part: dict[str, ConvOrLinear] = {}
     room = 0
-    for name, module in asked.items():
+    for name, module in modules.items():
         channels = module.in_features if isinstance(module, nn.Linear) else module.in_channels
         size = images * _POSITIONS * channels * module.weight.shape[2:].numel()
         if part and room + size > MAX_ELEMENTS:
@@ -167,11 +166,11 @@ def _memory_groups(asked: Mapping[str, Summing], images: int) -> Iterator[dict[s
 
 
 def _sample_inputs(
-    subject: Subject, asked: Mapping[str, Summing]
+    subject: Subject, modules: Mapping[str, ConvOrLinear]
 ) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
     """Sample windows of the input of each layer; return them, the weights applied to them, and the class shares."""
     # The positions sampled in a layer do not depend on the other layers in the group.
-    random = {name: np.random.default_rng([subject.seed, *name.encode()]) for name in asked}
+    random = {name: np.random.default_rng([subject.seed, *name.encode()]) for name in modules}
     windows: dict[str, list[Tensor]] = defaultdict(list)
     classes: dict[str, list[Tensor]] = defaultdict(list)
     weights: dict[str, Tensor] = {}
@@ -181,20 +180,20 @@ def _sample_inputs(
         shares = F.one_hot(labels.reshape(len(labels), -1), count).double().mean(1)
 
         def see(name: str, inputs: Tensor, shares: Tensor = shares) -> None:
-            module = asked[name]
+            module = modules[name]
             inputs = with_batch_dim(module, inputs)
             positions = _POSITIONS if positions_per_sample(module, inputs) > 1 else 1
             drawn = [sample_window(module, inputs, random[name]) for _ in range(positions)]
-            wide = torch.promote_types(inputs.dtype, torch.float32)
-            windows[name].append(torch.stack([window for window, _ in drawn]).to(wide))
-            weights[name] = drawn[0][1].detach().to(wide)
-            classes[name].append(shares.to(wide))
+            dtype = torch.promote_types(inputs.dtype, torch.float32)
+            windows[name].append(torch.stack([window for window, _ in drawn]).to(dtype))
+            weights[name] = drawn[0][1].detach().to(dtype)
+            classes[name].append(shares.to(dtype))
 
-        with subject.reading(list(asked), see), torch.no_grad():
+        with subject.reading(modules, see), torch.no_grad():
             call(subject.model, images)
     found: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}
     for name, weight in weights.items():
-        held, told = torch.cat(windows[name], 1), torch.cat(classes[name])
+        inputs, targets = torch.cat(windows[name], 1), torch.cat(classes[name])
         # A layer that does not get one sample per image has no class per sample.
-        found[name] = held, weight, told if len(told) == held.shape[1] else None
+        found[name] = inputs, weight, targets if len(targets) == inputs.shape[1] else None
     return found

@@ -34,7 +34,6 @@ def rank(subject: Subject) -> Scores:
 
 def independence(subject: Subject) -> Scores:
     """Score filters by what the nuclear norm of the layer's maps loses without them (CHIP: Sui et al., 2021)."""
-
     return _mean(subject, lambda maps: lost_without(maps.reshape(*maps.shape[:2], -1).double()))
 
 
@@ -78,15 +77,15 @@ def lost_without(rows: Tensor) -> Tensor:
     return (-left.log() @ points + beyond) * _STEP * size * scale[:, 0] / torch.pi
 
 
-def _mean(subject: Subject, judge: Callable[[Tensor], Tensor]) -> Scores:
+def _mean(subject: Subject, score: Callable[[Tensor], Tensor]) -> Scores:
     """Return the mean of a score over images and calls."""
     sums: dict[str, Tensor] = {}
     seen: dict[str, int] = defaultdict(int)
 
-    def see(name: str, given: Tensor) -> None:
-        for maps in chunks(subject.upright(name, given), given[0].numel()):
-            sums[name] = sums.get(name, 0) + judge(maps.clamp_min(0)).sum(0)
-        seen[name] += len(given)
+    def see(name: str, output: Tensor) -> None:
+        for maps in chunks(subject.filters_second(name, output), output[0].numel()):
+            sums[name] = sums.get(name, 0) + score(maps.clamp_min(0)).sum(0)
+        seen[name] += len(output)
 
     with subject.watched(see):
         subject.look()

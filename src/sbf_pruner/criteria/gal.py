@@ -38,8 +38,8 @@ def mask_persistence(subject: Subject) -> Scores:
         return {}
     masked = _Masked(subject)
     adversary = _Discriminator(masked.rows[0], subject.seed)
-    descent = Fista(masked.rows[0].new_ones(sum(layer.filters for layer in subject.graph.layers.values())))
-    course = torch.zeros_like(descent.held)
+    optimizer = Fista(masked.rows[0].new_ones(sum(layer.filters for layer in subject.graph.layers.values())))
+    total = torch.zeros_like(optimizer.values)
     first, last = _PENALTY
     for step in range(_STEPS):
         batch = step % len(masked.rows)
@@ -48,10 +48,10 @@ def mask_persistence(subject: Subject) -> Scores:
             fake = masked(batch, masks)
             return (fake - masked.rows[batch]).square().mean() / 2 + F.softplus(-adversary(fake)).mean()
 
-        descent.step(loss, first * (last / first) ** (step / (_STEPS - 1)) / len(course))
+        optimizer.step(loss, first * (last / first) ** (step / (_STEPS - 1)) / len(total))
         adversary.learn(masked.rows[batch], masked.latest)
-        course += descent.held
-    return {name: values.cpu().numpy() for name, values in masked.split(course / _STEPS).items()}
+        total += optimizer.values
+    return {name: values.cpu().numpy() for name, values in masked.split(total / _STEPS).items()}
 
 
 class Fista:
@@ -59,15 +59,15 @@ class Fista:
 
     The step length is found by backtracking: the loss must not exceed the parabola that the step minimizes.
 
-    >>> wanted, descent = torch.tensor([1.0, 0.5, 0.1]), Fista(torch.ones(3))
+    >>> target, optimizer = torch.tensor([1.0, 0.5, 0.1]), Fista(torch.ones(3))
     >>> for _ in range(20):
-    ...     descent.step(lambda held: (held - wanted).square().sum() / 2, penalty=0.2)
-    >>> descent.held
+    ...     optimizer.step(lambda values: (values - target).square().sum() / 2, penalty=0.2)
+    >>> optimizer.values
     tensor([0.8000, 0.3000, 0.0000])
     """
 
     def __init__(self, start: Tensor) -> None:
-        self.held, self.ahead = start, start
+        self.values, self.ahead = start, start
         self.momentum, self.curvature = 1.0, 1.0 / len(start)
 
     def step(self, loss: Callable[[Tensor], Tensor], penalty: float) -> None:
@@ -84,11 +84,11 @@ class Fista:
                 if loss(moved) <= parabola + _ROUNDING * here.abs():
                     break
                 self.curvature *= 2
-            if (ahead - moved) @ (moved - self.held) > 0:  # The step reverses direction, so restart the momentum.
+            if (ahead - moved) @ (moved - self.values) > 0:  # The step reverses direction, so restart the momentum.
                 self.momentum = 1.0
             before, self.momentum = self.momentum, (1 + math.sqrt(1 + 4 * self.momentum**2)) / 2
-            self.ahead = moved + (before - 1) / self.momentum * (moved - self.held)
-            self.held = moved
+            self.ahead = moved + (before - 1) / self.momentum * (moved - self.values)
+            self.values = moved
             self.curvature *= _LONGER
 
 
@@ -109,11 +109,11 @@ class _Masked:
 
     def __call__(self, batch: int, masks: Tensor) -> Tensor:
         images, labels = self.subject.batches[batch]
-        held = self.split(masks)
+        parts = self.split(masks)
 
-        def gate(name: str, given: Tensor) -> Tensor:
+        def gate(name: str, output: Tensor) -> Tensor:
             dim = self.subject.graph.layers[name].site.dim
-            return given * held[name].to(given.dtype).view(-1, *[1] * (given.dim() - 1 - dim % given.dim()))
+            return output * parts[name].to(output.dtype).view(-1, *[1] * (output.dim() - 1 - dim % output.dim()))
 
         with self.subject.watched(gate):
             row = (_row(call(self.subject.model, images), len(labels)) - self.mean) / self.unit
@@ -130,16 +130,17 @@ class _Discriminator:
 
     def __init__(self, rows: Tensor, seed: int) -> None:
         random = torch.Generator().manual_seed(seed)  # Drawn on the CPU, so that it is the same on every device.
-        self.held: list[Tensor] = []
+        self.parameters: list[Tensor] = []
         for inputs, outputs in zip((rows.shape[1], *_HIDDEN), (*_HIDDEN, 1), strict=True):
             weight = torch.randn(inputs, outputs, generator=random) * math.sqrt(2 / inputs)
-            self.held += [weight.to(rows).requires_grad_(), rows.new_zeros(outputs).requires_grad_()]
-        self.optimizer = torch.optim.Adam(self.held, _RATE)
+            self.parameters += [weight.to(rows).requires_grad_(), rows.new_zeros(outputs).requires_grad_()]
+        self.optimizer = torch.optim.Adam(self.parameters, _RATE)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        for weight, bias in zip(self.held[:-2:2], self.held[1:-2:2], strict=True):
+        *hidden, last = zip(self.parameters[::2], self.parameters[1::2], strict=True)
+        for weight, bias in hidden:
             rows = (rows @ weight + bias).relu()
-        return (rows @ self.held[-2] + self.held[-1])[:, 0]
+        return (rows @ last[0] + last[1])[:, 0]
 
     def learn(self, real: Tensor, fake: Tensor) -> None:
         """Take one step.
@@ -148,8 +149,10 @@ class _Discriminator:
         """
         with torch.enable_grad():
             loss = F.softplus(-self(real)) + F.softplus(self(fake)) + F.softplus(-self(fake))
-        for held, slope in zip(self.held, torch.autograd.grad(loss.mean(), self.held), strict=True):
-            held.grad = slope
+        for parameter, slope in zip(
+            self.parameters, torch.autograd.grad(loss.mean(), self.parameters), strict=True
+        ):
+            parameter.grad = slope
         self.optimizer.step()
 
 
@@ -158,8 +161,8 @@ def _row(outputs: Any, samples: int) -> Tensor:
 
     Rows longer than `_WIDEST` are reduced by average pooling.
     """
-    given = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
-    rows = [x.reshape(samples, -1) for x in given if len(x) == samples]
+    tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
+    rows = [x.reshape(samples, -1) for x in tensors if len(x) == samples]
     if not rows:
         raise PruningError("the network has no floating-point output with one row per sample")
     row = torch.cat([x.to(torch.promote_types(x.dtype, torch.float32)) for x in rows], 1)

@@ -33,14 +33,14 @@ def propagated(subject: Subject) -> Scores:
     model = _absolute(subject.model)
     found: dict[str, Tensor] = {}
 
-    def see(name: str, given: Tensor) -> None:
+    def see(name: str, output: Tensor) -> None:
         def add(slope: Tensor) -> None:
             found[name] = found.get(name, 0) + subject.per_filter(name, slope).sum(0).abs()
 
-        if given.requires_grad:  # Otherwise it does not depend on the images.
-            given.register_hook(add)
+        if output.requires_grad:  # Otherwise it does not depend on the images.
+            output.register_hook(add)
 
-    images = map_tensors(subject.batches[0][0], _barely)
+    images = map_tensors(subject.batches[0][0], _near_zero)
     mirror, kept = Subject(model, subject.graph, subject.batches), []
     with mirror.watched(see), mirror.reading([last], lambda _, inputs: kept.append(inputs)), torch.enable_grad():
         call(model, images)
@@ -109,20 +109,19 @@ def _by_channel(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
     return inputs.flatten(2).mean(2) if inputs.dim() > 2 else inputs
 
 
-def _barely(inputs: Tensor) -> Tensor:
+def _near_zero(inputs: Tensor) -> Tensor:
     """Return inputs just above 0 for one sample; integers stay as they are."""
-    inputs = inputs[:1]
     if not inputs.is_floating_point():
-        return inputs
-    return torch.full_like(inputs, _ABOVE, dtype=torch.float64).requires_grad_()
+        return inputs[:1]
+    return torch.full_like(inputs[:1], _ABOVE, dtype=torch.float64).requires_grad_()
 
 
 def _absolute(model: nn.Module) -> nn.Module:
     """Copy a model with absolute weights and scales, no biases or running means, and norms that only scale."""
     mirror = real_copy(model).double().eval()
     with torch.no_grad():
-        for name, parameter in mirror.named_parameters():
-            parameter.requires_grad_(False).abs_()
+        for name, parameter in mirror.requires_grad_(False).named_parameters():
+            parameter.abs_()
             if name.rpartition(".")[2] == "bias":
                 parameter.zero_()
         for name, buffer in mirror.named_buffers():

@@ -23,7 +23,7 @@ _EPOCHS = 10
 _OPEN = 3.0  # initial logit of all gates: 95 of 100 are open
 _SHARP = 1.0  # temperature of the gates
 _RATE = 0.1  # learning rate of the gates
-_COST, _FORETOLD = 4.0, 1.0  # weights of the cost and the predicted accuracy relative to the loss
+_COST, _ACCURACY = 4.0, 1.0  # weights of the cost and the predicted accuracy relative to the loss
 _PRICED = 16  # steps after which the costs of filters are recomputed
 _REMEMBERED = 128  # sub-networks in the memory
 _HIDDEN = 64
@@ -36,39 +36,38 @@ def learned_gates(subject: Subject) -> Scores:
     masked, random = SubnetEvaluator(subject), np.random.default_rng(subject.seed)
     spans, count = masked.gates.spans, len(masked.gates.soft)
     values = torch.full((count,), _OPEN, dtype=torch.float64, requires_grad=True)
-    descent = torch.optim.Adam([values], lr=_RATE)
-    predictor, toll = Predictor(count, subject.seed), CostPenalty(target_of(subject))
+    optimizer = torch.optim.Adam([values], lr=_RATE)
+    predictor, penalty = Predictor(count, subject.seed), CostPenalty(target_of(subject))
     for batch in (batch for _ in range(_EPOCHS) for batch in masked.batches):
         drawn = ((values + torch.from_numpy(random.logistic(size=count))) / _SHARP).sigmoid()
         gates = (drawn.detach() > 0.5).double()
-        accuracy, slope = masked.felt(gates, batch)
+        accuracy, slope = masked.accuracy_and_gradient(gates, batch)
         predictor.remember(gates, accuracy)
         predictor.learn()
-        slope = slope - _FORETOLD * predictor.slope(gates)
-        priced = toll.slope({name: gates[span].bool().numpy() for name, span in spans.items()})
-        for name, price in priced.items():
-            slope[spans[name]] += _COST * price
-        descent.zero_grad()
+        slope = slope - _ACCURACY * predictor.slope(gates)
+        for name, cost in penalty.slope({n: gates[span].bool().numpy() for n, span in spans.items()}).items():
+            slope[spans[name]] += _COST * cost
+        optimizer.zero_grad()
         drawn.backward(slope)  # Straight-through: the gradient of a gate goes to the value that was thresholded.
-        descent.step()
+        optimizer.step()
     return {name: values.detach()[span].numpy() for name, span in spans.items()}
 
 
 class CostPenalty:
     """Penalty on sub-networks above the target: the logarithm of their cost relative to the target."""
 
-    def __init__(self, aim: Selector) -> None:
-        self._aim, self._steps = aim, 0
-        self._prices = aim.prices
+    def __init__(self, selector: Selector) -> None:
+        self._selector, self._steps = selector, 0
+        self._prices = selector.prices
 
     def slope(self, keep: Mapping[str, Mask]) -> dict[str, float]:
         """Return the derivative of the penalty by one filter of each layer, which is 0 where the target is met."""
-        aim, limits = self._aim, self._aim.limits
+        selector, limits = self._selector, self._selector.limits
         assert limits is not None
         self._steps += 1
         if self._steps % _PRICED == 0:
-            self._prices = aim.priced(keep)
-        usage = aim.count(dict(keep))
+            self._prices = selector.priced(keep)
+        usage = selector.count(dict(keep))
         over = {name: limits.whole[name] / usage[name] for name in limits.broken(usage)}
         return {layer: sum(over[name] * self._prices[name][layer] for name in over) for layer in keep}
 
@@ -81,7 +80,7 @@ class Predictor:
             torch.manual_seed(seed)
             layers = nn.Linear(gates, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1), nn.Sigmoid()
         self._network = nn.Sequential(*layers).double()
-        self._descent = torch.optim.Adam(self._network.parameters(), weight_decay=1e-4)
+        self._optimizer = torch.optim.Adam(self._network.parameters(), weight_decay=1e-4)
         self.memory: list[tuple[Tensor, float]] = []
 
     def remember(self, gates: Tensor, accuracy: float) -> None:
@@ -89,24 +88,24 @@ class Predictor:
         if len(self.memory) < _REMEMBERED:
             self.memory.append((gates, accuracy))
         else:
-            unlike = [float((gates - held).abs().sum()) for held, _ in self.memory]
-            self.memory[int(np.argmin(unlike))] = gates, accuracy
+            distances = [float((gates - known).abs().sum()) for known, _ in self.memory]
+            self.memory[int(np.argmin(distances))] = gates, accuracy
 
     def learn(self) -> None:
         """Take a few training steps on the whole memory."""
-        gates = torch.stack([held for held, _ in self.memory])
+        gates = torch.stack([known for known, _ in self.memory])
         accuracies = torch.tensor([accuracy for _, accuracy in self.memory], dtype=gates.dtype)
         for _ in range(_LEARNED):
-            self._descent.zero_grad()
-            F.mse_loss(self.foretold(gates), accuracies).backward()
-            self._descent.step()
+            self._optimizer.zero_grad()
+            F.mse_loss(self.predict(gates), accuracies).backward()
+            self._optimizer.step()
 
-    def foretold(self, gates: Tensor) -> Tensor:
+    def predict(self, gates: Tensor) -> Tensor:
         """Predict the accuracy of each sub-network."""
-        found: Tensor = self._network(gates).squeeze(-1)
-        return found
+        accuracies: Tensor = self._network(gates).squeeze(-1)
+        return accuracies
 
     def slope(self, gates: Tensor) -> Tensor:
         """Return the gradient of the predicted accuracy of a sub-network by its gates."""
         gates = gates.clone().requires_grad_()
-        return torch.autograd.grad(self.foretold(gates), gates)[0]
+        return torch.autograd.grad(self.predict(gates), gates)[0]

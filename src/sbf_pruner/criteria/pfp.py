@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .subject import Scores, Subject, chunks, conv_and_linear, read_values, sample_window, with_batch_dim
@@ -22,25 +21,20 @@ def largest_part(subject: Subject) -> Scores:
 
     A filter without a known reader is kept: its score is 1.
     """
-    held = read_values(subject.graph, _parts(subject))
-    return {name: values.max(0).filled(1.0) for name, values in held.items()}
-
-
-def _parts(subject: Subject) -> dict[str, NDArray[np.floating]]:
-    """Return, for every layer, the largest relative contribution of each input channel to its outputs."""
     random = np.random.default_rng(subject.seed)
-    found: dict[str, Tensor] = {}
-    asked = conv_and_linear(subject.model)
+    parts: dict[str, Tensor] = {}  # for each reader, the largest contribution of every input channel
+    modules = conv_and_linear(subject.model)
 
     def see(name: str, inputs: Tensor) -> None:
-        inputs = with_batch_dim(asked[name], inputs)
+        inputs = with_batch_dim(modules[name], inputs)
         for _ in range(_POSITIONS):
-            part = part_of_each(*sample_window(asked[name], inputs, random))
-            found[name] = torch.maximum(found[name], part) if name in found else part
+            part = part_of_each(*sample_window(modules[name], inputs, random))
+            parts[name] = torch.maximum(parts[name], part) if name in parts else part
 
-    with subject.reading(list(asked), see):
+    with subject.reading(modules, see):
         subject.look()
-    return {name: part.cpu().numpy() for name, part in found.items()}
+    by_filter = read_values(subject.graph, {name: part.cpu().numpy() for name, part in parts.items()})
+    return {name: values.max(0).filled(1.0) for name, values in by_filter.items()}
 
 
 def part_of_each(inputs: Tensor, weight: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from ..budget.targets import Budget, Limits
 from ..errors import PruningError, suggestion
 from ..graph.nodes import Mask
 from ..pruner import Pruner
+from ..scores.freezing import fresh_statistics
 from ..scores.gates import Gates
-from ..scores.norm_statistics import fresh_statistics
 from ..utils.user_model import real_copy, remove_pruner_hooks
 from . import METHODS
 from .subject import Batch, Scores, Subject, logits
@@ -61,8 +61,11 @@ def ranked(name: str, subject: Subject) -> Scores:
     >>> ranked("l1", Subject(net.eval(), trace(net, torch.zeros(1, 1, 4, 4)), []))["0"].tolist()
     [1.0, 0.75, 0.25, 0.5]
     """
-    nothing = {layer: np.zeros(held.filters) for layer, held in subject.graph.layers.items()}
-    scores = nothing | _judged(name, subject)  # A layer that is not called scores 0.
+    file, _, function = METHODS[name].judge.partition(".")
+    score: Callable[[Subject], Scores] = getattr(importlib.import_module(f".{file}", __package__), function)
+    scores: Scores = {layer: np.zeros(own.filters) for layer, own in subject.graph.layers.items()}
+    with _named(name):
+        scores |= score(subject)  # A layer that is not called scores 0.
     for layer, values in scores.items():
         if not np.isfinite(values).all():
             raise PruningError(
@@ -91,12 +94,11 @@ def rank_by(pruner: Pruner, name: str, batches: Iterable[Batch] = (), seed: int 
     known = [method for method in METHODS if not METHODS[method].learned]
     if name not in known:
         raise PruningError(f"no method that ranks filters is called {name!r}; {suggestion(name, known)}")
-    images = METHODS[name].images
-    seen = first_images(batches, images)
-    if images and not seen:
+    images = first_images(batches, METHODS[name].images)
+    if METHODS[name].images and not images:
         raise PruningError(f"method {name} needs images; give batches of inputs and labels")
     network = remove_pruner_hooks(real_copy(pruner.model)).eval().requires_grad_(False)
-    pruner.rank(ranked(name, Subject(network, pruner.graph, seen, seed, pruner.aim)))
+    pruner.rank(ranked(name, Subject(network, pruner.graph, images, seed, pruner.selector)))
 
 
 def check_method(name: str, subject: Subject) -> None:
@@ -107,13 +109,6 @@ def check_method(name: str, subject: Subject) -> None:
     if METHODS[name].soft:
         with _named(name):
             subject.check_stored()
-
-
-def _judged(name: str, subject: Subject) -> Scores:
-    file, _, function = METHODS[name].judge.partition(".")
-    judge: Callable[[Subject], Scores] = getattr(importlib.import_module(f".{file}", __package__), function)
-    with _named(name):
-        return judge(subject)
 
 
 @contextmanager
@@ -138,17 +133,14 @@ def _places(values: NDArray[np.floating]) -> NDArray[np.floating]:
     return places
 
 
-_UNASKED = 0.5  # fraction of the MACs to keep if there is no target
-
-
 def target_of(subject: Subject) -> Selector:
     """Return the target of a subject; without one, half of the MACs, or the fewest reachable if that is more."""
-    if subject.aim is not None and subject.aim.limits is not None:
-        return subject.aim
-    aim = Selector(subject.graph, Budget(macs=_UNASKED), refuse=False)
-    if aim.limits is not None and not aim.reachable:
-        aim.limits = Limits({"macs": aim.count(aim.smallest)["macs"]}, aim.limits.whole)
-    return aim
+    if subject.selector is not None and subject.selector.limits is not None:
+        return subject.selector
+    selector = Selector(subject.graph, Budget(macs=0.5), refuse=False)
+    if selector.limits is not None and not selector.reachable:
+        selector.limits = Limits({"macs": selector.count(selector.smallest)["macs"]}, selector.limits.whole)
+    return selector
 
 
 class SubnetEvaluator:
@@ -176,23 +168,23 @@ class SubnetEvaluator:
             undo()
         return right / sum(labels.numel() for _, labels in self.batches)
 
-    def felt(self, gates: Tensor, batch: Batch) -> tuple[float, Tensor]:
+    def accuracy_and_gradient(self, gates: Tensor, batch: Batch) -> tuple[float, Tensor]:
         """Return the accuracy on a batch with these gates, one per filter, and the gradient of the loss by them."""
-        felt = self.gates.soft.copy_(gates).requires_grad_()
+        soft = self.gates.soft.copy_(gates).requires_grad_()
         self.gates.mode = "soft"
         outputs = self._outputs(batch)
         loss = F.cross_entropy(outputs, batch[1])
         # There is no gradient if the loss does not depend on any filter.
-        slope = torch.autograd.grad(loss, felt, allow_unused=True)[0] if loss.requires_grad else None
-        felt.requires_grad_(False)
+        slope = torch.autograd.grad(loss, soft, allow_unused=True)[0] if loss.requires_grad else None
+        soft.requires_grad_(False)
         accuracy = float(_hits(outputs, batch[1]).double().mean())
         return accuracy, torch.zeros_like(gates) if slope is None else slope.to(gates)
 
     def _outputs(self, batch: Batch) -> Tensor:
-        found = logits(self._model, batch[0])
-        if not bool(found.isfinite().all()):
+        outputs = logits(self._model, batch[0])
+        if not bool(outputs.isfinite().all()):
             raise PruningError("the network's outputs contain NaN or infinity")
-        return found
+        return outputs
 
 
 def _hits(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 The model is in evaluation mode and stays unchanged, except for `Subject.empty`. The output of a layer is taken
 where its gate would be: after the norm, and before an addition merges it with others. `read_filters` finds which
 filter each input channel of a later layer is; a channel made of several filters of one layer counts as none of
-them. `met` samples what a convolution or linear layer reads for one output position, in the shape samples, groups,
-channels, taps, so that for every kind of layer the output is a sum of products over channels and taps.
+them. `sample_window` samples what a convolution or linear layer reads for one output position, in the shape
+samples, groups, channels, taps: for every kind of layer, the output is a sum of products over channels and taps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Subject:
     batches: Sequence[Batch]
     """images and their labels, on the device of the model"""
     seed: int = 0
-    aim: Selector | None = None
+    selector: Selector | None = None
     """the target, for criteria that need it"""
 
     def rows(self, name: str) -> Tensor:
@@ -75,8 +75,8 @@ class Subject:
             weight *= kept.view(*kept.shape, *[1] * (weight.dim() - 2))
 
     def _stored(self, name: str) -> Tensor:
-        held = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
-        return held[self.graph.layers[name].weight].detach()
+        tensors = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
+        return tensors[self.graph.layers[name].weight].detach()
 
     def _used(self, name: str) -> Tensor:
         """Return the weight that a module computes from the stored one (weight_norm), or else the stored one."""
@@ -94,44 +94,39 @@ class Subject:
             return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2)
         return weight.movedim(layer.nodes[0].out_axis, 0).unflatten(0, (layer.groups, -1))
 
-    @contextmanager
-    def watched(self, see: Observer) -> Iterator[None]:
-        """Call `see` with the output of every layer, at each call inside this context.
+    def watched(self, see: Observer) -> ExitStack:
+        """Call `see` with the output of every layer, at each call until the returned context ends.
 
         A tensor that `see` returns replaces the output.
         """
-        modules = dict(self.model.named_modules())
-        with ExitStack() as hooks:
-            for name, layer in self.graph.layers.items():
+        modules, hooks = dict(self.model.named_modules()), ExitStack()
+        for name, layer in self.graph.layers.items():
 
-                def show(module: nn.Module, args: Any, given: Tensor, name: str = name) -> Tensor | None:
-                    return see(name, given)
+            def show(module: nn.Module, args: Any, output: Tensor, name: str = name) -> Tensor | None:
+                return see(name, output)
 
-                hooks.enter_context(modules[layer.site.module].register_forward_hook(show))
-            yield
+            hooks.enter_context(modules[layer.site.module].register_forward_hook(show))
+        return hooks
 
-    @contextmanager
-    def reading(self, names: Sequence[str], see: Observer) -> Iterator[None]:
-        """Call `see` with the input of the named layers that are modules, at each call inside this context."""
-        modules = dict(self.model.named_modules())
-        with ExitStack() as hooks:
-            for name in dict.fromkeys(names):
+    def reading(self, names: Iterable[str], see: Observer) -> ExitStack:
+        """Call `see` with the input of the named layers that are modules, at each call until the context ends."""
+        modules, hooks = dict(self.model.named_modules()), ExitStack()
+        for name in modules.keys() & names:
 
-                def show(module: nn.Module, args: Any, named: dict[str, Any], name: str = name) -> None:
-                    see(name, args[0] if args else named["input"])
+            def show(module: nn.Module, args: Any, kwargs: dict[str, Any], name: str = name) -> None:
+                see(name, args[0] if args else kwargs["input"])
 
-                if name in modules:
-                    hooks.enter_context(modules[name].register_forward_pre_hook(show, with_kwargs=True))
-            yield
+            hooks.enter_context(modules[name].register_forward_pre_hook(show, with_kwargs=True))
+        return hooks
 
-    def upright(self, name: str, given: Tensor) -> Tensor:
+    def filters_second(self, name: str, output: Tensor) -> Tensor:
         """Return the output of a layer with its filters in the second dimension, after the samples."""
-        return given.movedim(self.graph.layers[name].site.dim, 1)
+        return output.movedim(self.graph.layers[name].site.dim, 1)
 
-    def per_filter(self, name: str, given: Tensor) -> Tensor:
+    def per_filter(self, name: str, output: Tensor) -> Tensor:
         """Sum the output of a layer over all positions: samples by filters."""
-        upright = self.upright(name, given)
-        return upright.flatten(2).sum(2) if upright.dim() > 2 else upright
+        output = self.filters_second(name, output)
+        return output.flatten(2).sum(2) if output.dim() > 2 else output
 
     @torch.no_grad()
     def look(self) -> None:
@@ -146,23 +141,25 @@ class Subject:
         """
         found: dict[str, list[Tensor]] = {name: [] for name in self.graph.layers}
 
-        def see(name: str, given: Tensor) -> None:
+        def see(name: str, output: Tensor) -> None:
             # A later operator may change it in place.
-            value = given.detach().clone()
-            if given.requires_grad:  # Otherwise it does not depend on the images.
-                given.register_hook(lambda slope: found[name].append(self.per_filter(name, value * slope)))
+            value = output.detach().clone()
+            if output.requires_grad:  # Otherwise it does not depend on the images.
+                output.register_hook(lambda slope: found[name].append(self.per_filter(name, value * slope)))
 
         for images, labels in self.batches:
-            calls = {name: len(held) for name, held in found.items()}
+            counts = {name: len(calls) for name, calls in found.items()}
             with self.watched(see), torch.enable_grad():
                 # The gradient of the images passes through all layers, even if their parameters are frozen, and
                 # leaves no `.grad`.
-                images = map_tensors(images, _followed)
+                images = map_tensors(images, lambda x: x.detach().requires_grad_() if x.is_floating_point() else x)
                 loss = F.cross_entropy(logits(self.model, images), labels, reduction="sum")
-                torch.autograd.grad(loss, [x for x in tree_leaves(images) if _slopes(x)], allow_unused=True)
-            for name, first in calls.items():  # Sum over the calls of a layer that is called several times.
-                found[name][first:] = [torch.stack(found[name][first:]).sum(0)] if found[name][first:] else []
-        return {name: torch.cat(held).double() for name, held in found.items() if held}
+                sources = [x for x in tree_leaves(images) if isinstance(x, Tensor) and x.requires_grad]
+                torch.autograd.grad(loss, sources, allow_unused=True)
+            for name, count in counts.items():  # Sum over the calls of a layer that is called several times.
+                if calls := found[name][count:]:
+                    found[name][count:] = [torch.stack(calls).sum(0)]
+        return {name: torch.cat(parts).double() for name, parts in found.items() if parts}
 
 
 def logits(model: nn.Module, images: Any) -> Tensor:
@@ -180,15 +177,6 @@ def chunks(inputs: Tensor, each: int) -> Iterator[Tensor]:
     [2, 2, 1]
     """
     yield from inputs.split(max(MAX_ELEMENTS // each, 1))
-
-
-def _followed(inputs: Tensor) -> Tensor:
-    """Return a tensor that requires gradients; integers stay as they are."""
-    return inputs.detach().requires_grad_() if inputs.is_floating_point() else inputs
-
-
-def _slopes(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 NO_FILTER = -1
@@ -214,16 +202,23 @@ def read_filters(graph: ChannelGraph, name: str) -> Iterator[tuple[LayerNode, ND
     [array([0, 2, 1, 3])]
     """
     filters = np.arange(graph.layers[name].filters)
+    nodes = readers(graph)
+
+    def reached(chosen: Mask) -> list[Mask]:
+        """Return the input channels of every reader that these filters reach."""
+        alive = graph.carried({name: chosen}).alive
+        return [shrink(alive[node.x], along(1, node.x.shape)).reshape(-1) for node in nodes]
+
     digits = range(max(int(filters[-1]).bit_length(), 1))
-    sent = [[_arrived(graph, name, (filters >> digit & 1) == value) for value in (0, 1)] for digit in digits]
-    for place, node in enumerate(readers(graph)):
+    by_digit = [[reached((filters >> digit & 1) == value) for value in (0, 1)] for digit in digits]
+    for place, node in enumerate(nodes):
         numbers = np.zeros(node.x.shape[1], np.int64)
-        told = np.ones(node.x.shape[1], bool)
-        for digit, (zero, one) in enumerate(sent):
-            told &= zero[place] != one[place]
+        known = np.ones(node.x.shape[1], bool)
+        for digit, (zero, one) in enumerate(by_digit):
+            known &= zero[place] != one[place]
             numbers |= one[place].astype(np.int64) << digit
-        if told.any():
-            yield node, np.where(told, numbers, NO_FILTER)
+        if known.any():
+            yield node, np.where(known, numbers, NO_FILTER)
 
 
 def read_values(
@@ -246,42 +241,33 @@ def read_values(
     return found
 
 
-def _arrived(graph: ChannelGraph, name: str, chosen: Mask) -> list[Mask]:
-    """Return the input channels of every reader that the chosen filters of a layer reach."""
-    flow = graph.carried({name: chosen})
-    return [shrink(flow.alive[node.x], along(1, node.x.shape)).reshape(-1) for node in readers(graph)]
+ConvOrLinear = _ConvNd | nn.Linear  # Every output is a weighted sum over inputs.
 
 
-Summing = _ConvNd | nn.Linear  # Every output is a weighted sum over inputs.
-
-
-def conv_and_linear(model: nn.Module) -> dict[str, Summing]:
+def conv_and_linear(model: nn.Module) -> dict[str, ConvOrLinear]:
     """Return the convolutions and linear layers of a model by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Summing)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, ConvOrLinear)}
 
 
-def with_batch_dim(module: Summing, inputs: Tensor) -> Tensor:
+def with_batch_dim(module: ConvOrLinear, inputs: Tensor) -> Tensor:
     """Return the detached input of a layer, with a batch dimension added if it has none."""
     least = 2 if isinstance(module, nn.Linear) else 2 + len(module.kernel_size)
     return inputs.detach().unsqueeze(0) if inputs.dim() < least else inputs.detach()
 
 
-def positions_per_sample(module: Summing, inputs: Tensor) -> int:
+def positions_per_sample(module: ConvOrLinear, inputs: Tensor) -> int:
     """Return the number of positions per sample in the input of a layer."""
     return inputs[0].numel() // inputs.shape[-1 if isinstance(module, nn.Linear) else 1]
 
 
-def sample_window(module: Summing, inputs: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:
+def sample_window(module: ConvOrLinear, inputs: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Sample what a layer reads for one random output position, and the weights applied to it.
 
     The shapes are (samples, groups, channels, taps) and (groups, outputs, channels, taps).
     """
     if isinstance(module, nn.Linear):
-        inputs = (
-            inputs
-            if inputs.dim() == 2
-            else inputs.flatten(1, -2)[:, random.integers(positions_per_sample(module, inputs))]
-        )
+        if inputs.dim() > 2:
+            inputs = inputs.flatten(1, -2)[:, random.integers(positions_per_sample(module, inputs))]
         return inputs[:, None, :, None], module.weight[None, :, :, None]
     groups = module.groups
     if isinstance(module, _ConvTransposeNd):  # Every input is spread, so each tap of the kernel is an output.
@@ -292,9 +278,9 @@ def sample_window(module: Summing, inputs: Tensor, random: np.random.Generator) 
         inputs = F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
         window = []
         shape = zip(inputs.shape[2:], module.kernel_size, module.stride, module.dilation, strict=True)
-        for size, taps, stride, apart in shape:
-            reach = (taps - 1) * apart + 1
-            first = stride * int(random.integers((size - reach) // stride + 1))
-            window.append(slice(first, first + reach, apart))
+        for size, taps, stride, dilation in shape:
+            extent = (taps - 1) * dilation + 1
+            first = stride * int(random.integers((size - extent) // stride + 1))
+            window.append(slice(first, first + extent, dilation))
         weight = module.weight.flatten(2).unflatten(0, (groups, -1))
     return inputs[(slice(None), slice(None), *window)].flatten(2).unflatten(1, (groups, -1)), weight

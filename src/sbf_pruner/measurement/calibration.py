@@ -159,12 +159,12 @@ def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
         if constraints is None:
             continue
         scores = constraints.level_branches(synthetic_scores(graph, constraints))
-        aim = Selector(graph, constraints=constraints)
+        selector = Selector(graph, constraints=constraints)
         for share in SHARES:
             # The threshold that keeps `share` of the filters that this way of pruning can remove.
             inside = {n for branch in constraints.branches for n in branch} or set(scores)
             level = float(np.quantile(np.concatenate([scores[n] for n in inside]), 1 - share))
-            found.append((way, share, aim.choose(scores, level).masks))
+            found.append((way, share, selector.choose(scores, level).masks))
     return found
 
 
@@ -353,8 +353,8 @@ def choose_coupling(
         if resolved is None:
             continue
         try:
-            aim = Selector(graph, budget, resolved, clock, stored)
-            found[way] = aim.choose(synthetic_scores(graph, resolved)).usage["macs"] / aim.whole["macs"]
+            selector = Selector(graph, budget, resolved, clock, stored)
+            found[way] = selector.choose(synthetic_scores(graph, resolved)).usage["macs"] / selector.whole["macs"]
         except PruningError:
             found[way] = None
     reached = {way: share for way, share in found.items() if share is not None}

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..budget.controller import LatencyClock
+from ..budget.controller import LatencyPredictor
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import LaidOut, lay_out
@@ -606,7 +606,9 @@ def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measure
     raise PruningError(f"latency.table: {source} was measured for another network, or other images; {_REMEDY}")
 
 
-def bind_clock(clock: LatencyClock | str | PathLike[str] | None, graph: ChannelGraph) -> LatencyClock | None:
+def bind_clock(
+    clock: LatencyPredictor | str | PathLike[str] | None, graph: ChannelGraph
+) -> LatencyPredictor | None:
     """Return the clock for this very graph: reads a file, or rebinds a model of another trace of the network."""
     if isinstance(clock, (str, PathLike)):
         return read_model(clock, graph)

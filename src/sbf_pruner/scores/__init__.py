@@ -6,20 +6,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "config": ("Scores",),
-        "gates": (
-            "LeafGates",
-            "FusedGating",
-        ),
-        "norm_statistics": (
-            "fresh_statistics",
-            "lagging",
-        ),
-        "penalty": (
-            "Penalty",
-            "balance_weights",
-            "per_filter",
-            "weighted_l1",
-        ),
+        "gates": ("LeafGates", "FusedGating"),
+        "freezing": ("fresh_statistics", "lagging"),
+        "penalty": ("Penalty", "balance_weights", "per_filter", "weighted_l1"),
         "projections": (
             "ACTIVATIONS",
             "FactoredProjection",

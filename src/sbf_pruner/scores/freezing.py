@@ -1,15 +1,17 @@
-"""Freeze a model's weights and the running statistics of its norms while scores are trained.
+"""Frozen weights and norms of a score phase, and the running statistics of norms.
 
-Until it is thawed, no weight requires or has a gradient, modules that compute weights (such as spectral norm) do
-not update them, and norms use running statistics in any mode. On CUDA the backward pass of a norm is replaced:
+While a model is frozen, no weight requires or has a gradient, modules that compute weights (such as spectral norm)
+do not update them, and norms use running statistics in any mode. On CUDA the backward pass of a norm is replaced:
 PyTorch's, in evaluation mode, returns contiguous gradients to a channels-last network, and every convolution then
 converts them back. The forward pass is PyTorch's, bit for bit, and gradients are the same sums. A norm with a
-forward of its own keeps it.
+forward of its own keeps it. `fresh_statistics` recomputes running statistics, and `lagging` detects those that lag
+behind the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,13 +31,13 @@ def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
     ones.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    held = [module for module in model.modules() if isinstance(module, _NormBase) and norms]
+    frozen_norms = [module for module in model.modules() if isinstance(module, _NormBase) and norms]
     makers = _weight_makers(model)
-    modes = {module: module.training for module in (*held, *makers)}
+    modes = {module: module.training for module in (*frozen_norms, *makers)}
     followed = {module: mode == model.training for module, mode in modes.items()}
     for parameter in trained.values():
         parameter.requires_grad_(False).grad = None
-    undo = [freeze(norm) for norm in held]
+    undo = [freeze(norm) for norm in frozen_norms]
     # Prepended, because another hook of the module may be the one that computes the weight.
     undo += [module.register_forward_pre_hook(EvalModeHook().hold, prepend=True).remove for module in makers]
 
@@ -44,8 +46,8 @@ def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
         for name, parameter in (*trained.items(), *model.named_parameters()):
             if name in trained:
                 parameter.requires_grad_(True)
-        for let_go in undo:
-            let_go()
+        for undo_one in undo:
+            undo_one()
         for module, mode in modes.items():  # the user may have changed the mode of the model meanwhile
             module.training = model.training if followed[module] else mode
 
@@ -54,12 +56,9 @@ def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
 
 def _weight_makers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that compute weights, possibly in another way in training mode."""
-    found = {
-        inner: None for module in model.modules() if isinstance(module, ParametrizationList)
-        for inner in module.modules()
-    }  # fmt: skip
+    lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
     hooked = [m for m in model.modules() if any(isinstance(h, SpectralNorm) for h in m._forward_pre_hooks.values())]
-    return [*found, *hooked]
+    return [*dict.fromkeys(inner for module in lists for inner in module.modules()), *hooked]
 
 
 def freeze(norm: _NormBase) -> Callable[[], None]:
@@ -79,8 +78,8 @@ def freeze(norm: _NormBase) -> Callable[[], None]:
 
 def _is_plain(norm: _NormBase) -> bool:
     """Return True for PyTorch's own forward, with running statistics, and with scale and shift or neither."""
-    own = type(norm).forward is not _BatchNorm.forward or "forward" in norm.__dict__
-    return not own and norm.running_mean is not None and (norm.weight is None) == (norm.bias is None)
+    default = type(norm).forward is _BatchNorm.forward and "forward" not in norm.__dict__
+    return default and norm.running_mean is not None and (norm.weight is None) == (norm.bias is None)
 
 
 class EvalModeHook(PrunerHook):
@@ -110,8 +109,7 @@ class FrozenNorm(EvalModeHook):
 
 def _use_custom_backward(x: Tensor) -> bool:
     """Return True if a gradient is needed and the backward pass of `_Frozen` is faster than PyTorch's."""
-    wanted = x.is_cuda and x.numel() > 0 and torch.is_grad_enabled()
-    return wanted and memory_format(x) != torch.contiguous_format
+    return x.is_cuda and x.numel() > 0 and torch.is_grad_enabled() and memory_format(x) != torch.contiguous_format
 
 
 class _Frozen(torch.autograd.Function):
@@ -165,3 +163,81 @@ def _use_syncbn_kernels(gradient: Tensor) -> bool:
 
 def _across(values: Tensor, x: Tensor) -> Tensor:
     return values.view(-1, *[1] * (x.dim() - 2))
+
+
+@contextmanager
+def fresh_statistics(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Recompute the statistics of all norms, as the plain mean over forwards inside; yields an undo function.
+
+    This changes no weight and restores modes and momenta. Norms that saw no batch, norms that the user keeps in
+    another mode than the model and, after an exception, all norms keep their previous statistics.
+
+    >>> net = nn.Sequential(nn.BatchNorm1d(1)).eval()
+    >>> with fresh_statistics(net) as undo:
+    ...     _ = net(torch.tensor([[1.0], [3.0]])), net(torch.tensor([[5.0], [7.0]]))
+    >>> net[0].running_mean.item()
+    4.0
+    >>> undo()
+    >>> net[0].running_mean.item()
+    0.0
+    """
+    norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.training == model.training]
+    norms = [norm for norm in norms if norm.running_mean is not None and norm.num_batches_tracked is not None]
+    before = [
+        (norm, norm.momentum, {name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)})
+        for norm in norms
+    ]
+
+    def undo(only_unseen: bool = False) -> None:
+        for norm, _, statistics in before:
+            if not (only_unseen and norm.num_batches_tracked):
+                with torch.no_grad():
+                    for name, buffer in norm.named_buffers(recurse=False):
+                        buffer.copy_(statistics[name])
+
+    try:
+        for norm in norms:
+            norm.train(isinstance(norm, _BatchNorm))  # others, such as instance norm, normalize single samples
+            if norm.training:
+                norm.reset_running_stats()
+                norm.momentum = None  # all batches have the same weight
+        with torch.no_grad():
+            yield undo
+    except BaseException:
+        undo()
+        raise
+    finally:
+        for norm, momentum, _ in before:
+            norm.momentum = momentum
+            norm.train(model.training)  # which the user may have changed meanwhile
+        undo(only_unseen=True)
+
+
+LEFT = 0.05  # weight of the initial values above which running statistics say little about the network
+
+
+def lagging(model: nn.Module, began: Mapping[str, Tensor]) -> tuple[float, int] | None:
+    """Return the momentum and the training steps of the norm whose running statistics lag most, if any do.
+
+    Each step leaves `1 - momentum` of the initial statistics, and `num_batches_tracked` counts steps. `began` is
+    the state dict at the start of training: steps count from there, or from the last recalibration.
+
+    >>> net = nn.Sequential(nn.BatchNorm1d(1, momentum=0.01))
+    >>> _ = net(torch.rand(2, 1))
+    >>> lagging(net, {})
+    (0.01, 1)
+    """
+    counted = [
+        (name, norm.momentum, norm.num_batches_tracked)
+        for name, norm in model.named_modules()
+        if isinstance(norm, _BatchNorm) and norm.running_mean is not None and norm.momentum
+        if norm.num_batches_tracked is not None
+    ]
+    slowest, most = None, LEFT
+    counts = torch.stack([count for _, _, count in counted]).tolist() if counted else []  # one copy from the device
+    for (name, momentum, _), count in zip(counted, counts, strict=True):
+        before = int(began.get(f"{name}.num_batches_tracked".lstrip("."), torch.tensor(0)))
+        steps = count - before if count >= before else count
+        if steps and (left := (1 - momentum) ** steps) > most:
+            slowest, most = (momentum, steps), left
+    return slowest

@@ -10,8 +10,9 @@ compiler would have to trace every hook.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -37,37 +38,29 @@ class Gates:
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         self.mode: Mode = "off"
         self.soft = torch.ones(sum(filters.values()), dtype=dtype, device=tensor.device)
-        spans, start = {}, 0
-        for name, count in filters.items():
-            spans[name] = slice(start, start + count)
-            start += count
-        self.spans = spans
-        self._hard_spans: list[slice] = []
-        start = 0
-        for site in sites:
-            width = site.edges[0].out.shape[site.edges[0].dim]
-            self._hard_spans.append(slice(start, start + width))
-            start += width
-        self.hard = torch.ones(start, dtype=dtype, device=tensor.device)
+        self.spans = dict(zip(filters, _consecutive(filters.values()), strict=True))
+        widths = [site.edges[0].out.shape[site.edges[0].dim] for site in sites]
+        self._hard_spans = _consecutive(widths)
+        self.hard = torch.ones(sum(widths), dtype=dtype, device=tensor.device)
         self.all_open = True
         self.pairs: list[GatedParameter] = []
         modules = dict(model.named_modules())
-        self._folds: list[tuple[str, nn.Module, SiteHooks]] = []
+        self._hooks: list[tuple[str, nn.Module, SiteHooks]] = []
         for number, site in enumerate(sites):
-            span, module, hard = spans.get(site.layer), modules[site.module], self._hard_spans[number]
-            pairs = [GatedParameter(module, name, span, hard) for name in site.parameters]
+            span, module = self.spans.get(site.layer), modules[site.module]
+            pairs = [GatedParameter(module, name, span, self._hard_spans[number]) for name in site.parameters]
             ranks = {len(edge.out.shape) for edge in site.edges}
             # Counted from the end, because inputs may lack the batch dimension, unless calls differ in rank.
             dim = site.dim - ranks.pop() if len(ranks) == 1 else site.dim
-            fold = SiteHooks(self, number, span, dim, pairs)
+            hooks = SiteHooks(self, number, span, dim, pairs)
             self.pairs += pairs
-            self._folds.append((site.module, module, fold))
+            self._hooks.append((site.module, module, hooks))
             if pairs:
-                module.register_forward_pre_hook(fold.enter)
-                module.register_forward_hook(fold.leave, always_call=True)
+                module.register_forward_pre_hook(hooks.enter)
+                module.register_forward_hook(hooks.leave, always_call=True)
             else:
-                module.register_forward_hook(fold.multiply)
-        self._products = FusedGating(self.soft, list(spans.values()), self.pairs)
+                module.register_forward_hook(hooks.multiply)
+        self._products = FusedGating(self.soft, list(self.spans.values()), self.pairs)
 
     def check_device(self, model: nn.Module) -> None:
         """Raise a PruningError if the model is on another device than its gates."""
@@ -77,8 +70,8 @@ class Gates:
     def check_reach(self, model: nn.Module) -> None:
         """Raise a PruningError if a gated module was replaced or removed, or has lost its gate."""
         modules = dict(model.named_modules())
-        for path, module, fold in self._folds:
-            if change := fold.lost(module, modules.get(path)):
+        for path, module, hooks in self._hooks:
+            if change := hooks.lost(module, modules.get(path)):
                 raise PruningError(
                     f"{path} {change} after the pruner was created, which removed its gates; restore the module "
                     "(fold norms only in the network that extract() returns), or detach(), create a new pruner and "
@@ -101,16 +94,20 @@ class Gates:
 
     def products(self, pairs: Sequence[GatedParameter]) -> list[Tensor] | None:
         """Return gated parameters, computed for all sites at once; None if each site has to compute its own."""
-        if self.mode != "soft" or not self.soft.requires_grad:
-            return None
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        fused = self.mode == "soft" and self.soft.requires_grad and torch.is_grad_enabled()
+        if not fused or torch.compiler.is_compiling():
             return None
         if torch._C._are_functorch_transforms_active():  # `_Gated` does not support them
             return None
         return self._products.take(pairs)
 
 
-_HELD = "_sbf_held"
+def _consecutive(sizes: Iterable[int]) -> list[slice]:
+    ends = [0, *accumulate(sizes)]
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+_OF_REPLICA = "_sbf_held"
 
 
 class SiteHooks(PrunerHook):
@@ -129,7 +126,7 @@ class SiteHooks(PrunerHook):
         owners = [getattr(hook, "__self__", None) for hook in (*hooks, *module._forward_hooks.values())]
         if owners.count(self) < (2 if self.pairs else 1):
             return "lost its hooks"
-        return next((f"lost its {pair.name}" for pair in self.pairs if not pair.there), "")
+        return next((f"lost its {p.name}" for p in self.pairs if module._parameters.get(p.name) is None), "")
 
     def enter(self, module: nn.Module, args: Any) -> Any:
         replica = _is_replica(module)
@@ -138,10 +135,10 @@ class SiteHooks(PrunerHook):
             gate = self.gates.read(self.number, self.span)
             if gate is None:
                 return None
-            held = [getattr(module, pair.name) if replica else pair.held for pair in self.pairs]
-            gated = [tensor * gate.to(tensor) for tensor in held]
+            own = {pair.name: getattr(module, pair.name) if replica else pair.parameter for pair in self.pairs}
+            gated = [tensor * gate.to(tensor) for tensor in own.values()]
             if replica:  # a replica holds its own tensors in `__dict__`, where the gated ones go
-                module.__dict__[_HELD] = {pair.name: tensor for pair, tensor in zip(self.pairs, held, strict=True)}
+                module.__dict__[_OF_REPLICA] = own
         # Instance attributes take precedence over registered parameters in attribute lookup, so the forward reads
         # the gated pair while the parameters stay as they are.
         module.__dict__.update({pair.name: product for pair, product in zip(self.pairs, gated, strict=True)})
@@ -149,10 +146,10 @@ class SiteHooks(PrunerHook):
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if _is_replica(module):
-            module.__dict__.update(module.__dict__.pop(_HELD, {}))
-            return
-        for pair in self.pairs:
-            module.__dict__.pop(pair.name, None)
+            module.__dict__.update(module.__dict__.pop(_OF_REPLICA, {}))
+        else:
+            for pair in self.pairs:
+                module.__dict__.pop(pair.name, None)
 
     def multiply(self, module: nn.Module, args: Any, result: Tensor) -> Tensor | None:
         gate = self.gates.read(self.number, self.span)
@@ -190,16 +187,11 @@ class GatedParameter:
     hard: slice
 
     @property
-    def there(self) -> bool:
-        """Return True if the module still has the parameter."""
-        return self.module._parameters.get(self.name) is not None
-
-    @property
-    def held(self) -> Tensor:
+    def parameter(self) -> Tensor:
         """The parameter itself, also while an attribute of the same name hides it."""
-        held = self.module._parameters[self.name]
-        assert held is not None
-        return held
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None
+        return parameter
 
 
 class FusedGating:
@@ -214,35 +206,36 @@ class FusedGating:
         numbers = {span.start: number for number, span in enumerate(spans)}
         self._pairs = [(pair, numbers[pair.soft.start]) for pair in pairs if pair.soft is not None]
         self._places = torch.arange(len(scores), device=scores.device).split(self._sizes)
-        self._made: dict[GatedParameter, tuple[Tensor, Tensor, int]] = {}
-        self._made_from = -1
+        self._products: dict[GatedParameter, tuple[Tensor, Tensor, int]] = {}
+        self._version = -1  # of the scores that the products were computed from
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_made": {}}  # products of a forward in progress are not copied
+        return self.__dict__ | {"_products": {}}  # products of a forward in progress are not copied
 
     def take(self, pairs: Sequence[GatedParameter]) -> list[Tensor] | None:
         """Return the gated parameters for one use; None if one has no score or is trained as well."""
-        if any(pair.soft is None or pair.held.requires_grad for pair in pairs):
+        if any(pair.soft is None or pair.parameter.requires_grad for pair in pairs):
             return None
-        if not all(self._stands(pair) for pair in pairs):
-            self._make()
-        return [self._made.pop(pair)[0] for pair in pairs]
+        if not all(self._is_current(pair) for pair in pairs):
+            self._compute()
+        return [self._products.pop(pair)[0] for pair in pairs]
 
-    def _stands(self, pair: GatedParameter) -> bool:
+    def _is_current(self, pair: GatedParameter) -> bool:
         """Return True if the product exists and nothing has changed since it was computed."""
-        if self._made_from != self._scores._version or pair not in self._made:
+        if self._version != self._scores._version or pair not in self._products:
             return False
-        _, held, version = self._made[pair]
-        return held is pair.held and version == held._version
+        _, parameter, version = self._products[pair]
+        return parameter is pair.parameter and version == parameter._version
 
-    def _make(self) -> None:
-        frozen = [(pair, number) for pair, number in self._pairs if not pair.held.requires_grad]
-        held = [pair.held for pair, _ in frozen]
-        products = _Gated.apply(self._scores, self._sizes, [number for _, number in frozen], self._places, *held)
-        self._made_from = self._scores._version
-        self._made = {
-            pair: (product, tensor, tensor._version)
-            for (pair, _), product, tensor in zip(frozen, products, held, strict=True)
+    def _compute(self) -> None:
+        frozen = [(pair, number) for pair, number in self._pairs if not pair.parameter.requires_grad]
+        parameters = [pair.parameter for pair, _ in frozen]
+        numbers = [number for _, number in frozen]
+        products = _Gated.apply(self._scores, self._sizes, numbers, self._places, *parameters)
+        self._version = self._scores._version
+        self._products = {
+            pair: (product, parameter, parameter._version)
+            for (pair, _), product, parameter in zip(frozen, products, parameters, strict=True)
         }
 
 
@@ -265,10 +258,10 @@ class _Gated(torch.autograd.Function):
         if ctx.versions != [tensor._version for tensor in ctx.held]:
             raise RuntimeError("the scale or shift of a norm was changed in place between forward and backward")
         parts = zip(ctx.held, ctx.places, gradients, strict=True)
-        there = [part for part in parts if part[2] is not None]
+        present = [part for part in parts if part[2] is not None]
         total = None
-        if there:
-            held, places, found = (list(part) for part in zip(*there, strict=True))
+        if present:
+            held, places, found = (list(part) for part in zip(*present, strict=True))
             flat = torch.cat(list(torch._foreach_mul(found, held))).to(ctx.like.dtype)
             total = torch.zeros_like(ctx.like).index_add(0, torch.cat(places), flat)
         return total, None, None, None, *[None] * len(gradients)
@@ -285,7 +278,7 @@ class LeafGates:
         self.model, self.gates = model, gates
         soft = gates.mode == "soft"
         self._pairs = [p for p in gates.pairs if not soft or p.soft is not None]
-        self.parameters = [pair.held for pair in self._pairs]
+        self.parameters = [pair.parameter for pair in self._pairs]
         vector = gates.soft.detach() if soft else gates.hard
         spans = [p.soft if soft and p.soft is not None else p.hard for p in self._pairs]
         self._gates = [vector[span] for span in spans]
@@ -321,41 +314,42 @@ class LeafGates:
 
     def weight_gradients(self) -> None:
         """Carry the gradients of the leaves back to the parameters; a closed gate passes none."""
-        self._to_weights(self._taken_gradients())
+        self._to_weights(self._take_gradients())
 
     def score_gradients(self) -> Tensor:
         """Return the gradient of the scores, summed over the parameters that each is folded into."""
-        return self._to_scores(self._taken_gradients())
+        return self._to_scores(self._take_gradients())
 
     def both_gradients(self) -> Tensor:
         """Carry the gradients of the leaves back to the parameters, and return the gradient of the scores."""
-        taken = self._taken_gradients()
-        self._to_weights(taken)
-        return self._to_scores(taken)
+        gradients = self._take_gradients()
+        self._to_weights(gradients)
+        return self._to_scores(gradients)
 
     @torch.no_grad()
-    def _to_weights(self, taken: list[Tensor | None]) -> None:
-        reached = [number for number, gradient in enumerate(taken) if gradient is not None]
-        gradients = _products([g for g in taken if g is not None], [self._gates[number] for number in reached])
-        for number, gradient in zip(reached, gradients, strict=True):
-            self.parameters[number].grad = gradient
+    def _to_weights(self, gradients: list[Tensor | None]) -> None:
+        parts = zip(self.parameters, self._gates, gradients, strict=True)
+        present = [(parameter, gate, gradient) for parameter, gate, gradient in parts if gradient is not None]
+        products = _products([gradient for _, _, gradient in present], [gate for _, gate, _ in present])
+        for (parameter, _, _), product in zip(present, products, strict=True):
+            parameter.grad = product
 
     @torch.no_grad()
-    def _to_scores(self, taken: list[Tensor | None]) -> Tensor:
-        gradients = torch.zeros_like(self.gates.soft)
-        if not taken:
-            return gradients
-        pairs = zip(self.leaves, taken, strict=True)
+    def _to_scores(self, gradients: list[Tensor | None]) -> Tensor:
+        total = torch.zeros_like(self.gates.soft)
+        if not gradients:
+            return total
+        pairs = zip(self.leaves, gradients, strict=True)
         whole = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs]
         found = torch.cat(_products(whole, self.parameters))
-        return gradients.index_add_(0, self._places, found.to(gradients.dtype))
+        return total.index_add_(0, self._places, found.to(total.dtype))
 
-    def _taken_gradients(self) -> list[Tensor | None]:
+    def _take_gradients(self) -> list[Tensor | None]:
         """Remove and return the gradient of every leaf; None for a leaf that the loss does not depend on."""
-        taken = [leaf.grad for leaf in self.leaves]
+        gradients = [leaf.grad for leaf in self.leaves]
         for leaf in self.leaves:
             leaf.grad = None
-        return taken
+        return gradients
 
 
 def _products(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:

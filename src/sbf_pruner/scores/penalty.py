@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..budget.controller import ResourceWeights, Selector, Steering
-from ..budget.search import Landing
+from ..budget.search import Selection
 from ..errors import PruningError
 from ..graph.channel_graph import ChannelGraph
 from ..graph.nodes import Mask
@@ -67,15 +67,16 @@ class Penalty:
     def __init__(
         self,
         graph: ChannelGraph,
-        aim: Selector,
+        selector: Selector,
         strength: float,
         balance: str,
         steering: Steering | None = None,
     ) -> None:
-        self.graph, self.aim, self.steering = graph, aim, steering
-        self.mix = ResourceWeights(aim.excess_fractions()) if balance == "cost" else None
+        self.graph, self.selector, self.steering = graph, selector, steering
+        self.mix = ResourceWeights(selector.excess_fractions()) if balance == "cost" else None
         self.strength = torch.tensor(strength)
-        self.weights = self._spread(balance_weights(balance, [layer.map_size for layer in graph.layers.values()]))
+        weights = balance_weights(balance, [layer.map_size for layer in graph.layers.values()])
+        self.weights = per_filter(weights, [layer.filters for layer in graph.layers.values()])
         if self.mix is not None:
             self.weights = self._costs(self.mix, graph.all_filters())
 
@@ -87,27 +88,25 @@ class Penalty:
         """Return the penalty of the scores."""
         return weighted_l1(scores, self.weights, self.strength)
 
-    def steer(self, level: float, progress: float) -> None:
+    def steer(self, cutoff: float, progress: float) -> None:
         """Update the strength, if it is steered, from the score that separates kept from removed filters."""
         if self.steering is not None:
-            self.strength.fill_(self.steering.follow(level, progress))
+            self.strength.fill_(self.steering.follow(cutoff, progress))
 
-    def follow(self, landing: Landing, progress: float) -> None:
-        """Update the weights of the balance "cost" from a landing: what is scarce, and which filters are left."""
+    def follow(self, selection: Selection, progress: float) -> None:
+        """Update the weights of the balance "cost" from a selection: what is scarce, and which filters are left."""
         if self.mix is not None:
-            if self.aim.limits is not None:
-                self.mix.follow(self.aim.limits.eased(progress).room(landing.usage))
-            self.weights.copy_(self._costs(self.mix, self.graph.settle(landing.masks)))
+            if self.selector.limits is not None:
+                self.mix.follow(self.selector.limits.eased(progress).room(selection.usage))
+            self.weights.copy_(self._costs(self.mix, self.graph.settle(selection.masks)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what training has changed."""
-        mixed = None if self.mix is None else dict(self.mix.parts)
-        steered = None if self.steering is None else self.steering.state_dict()
         return {
             "strength": float(self.strength),
             "weights": self.weights.clone(),
-            "mix": mixed,
-            "steering": steered,
+            "mix": None if self.mix is None else dict(self.mix.parts),
+            "steering": None if self.steering is None else self.steering.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -122,10 +121,7 @@ class Penalty:
 
     def _costs(self, mix: ResourceWeights, keep: Mapping[str, Mask]) -> Tensor:
         filters = {name: layer.filters for name, layer in self.graph.layers.items()}
-        return self._spread(mix.weights(self.aim.priced(keep), filters))
-
-    def _spread(self, weights: Sequence[float]) -> Tensor:
-        return per_filter(weights, [layer.filters for layer in self.graph.layers.values()])
+        return per_filter(mix.weights(self.selector.priced(keep), filters), list(filters.values()))
 
 
 SPEED = 1e-3  # learning rate of blocks' logits if no speed is given for filters
@@ -187,7 +183,7 @@ class Gradient:
         # The margin is for the filter weights, by which the gradient is multiplied before Adam squares it.
         self.largest = math.sqrt(torch.finfo(scores.dtype).max) / 1000
         self.lost = torch.zeros((), dtype=torch.int64, device=scores.device)  # steps lost in this phase
-        self.taken = False  # whether this phase had a step
+        self.stepped = False  # whether this phase had a step
 
     def take(self, scaler: torch.amp.GradScaler | None = None) -> Tensor:
         """Remove and return the gradient of the scores; zeros if an entry is not finite or its square is not."""
@@ -203,22 +199,22 @@ class Gradient:
         lost = ~usable if scaler is None else ~usable & found.isfinite().all()
         found.masked_fill_(~usable, 0)
         self.lost += lost
-        self.scores.grad, self.taken = None, True
+        self.scores.grad, self.stepped = None, True
         return found
 
-    def tell_if_still(self, scores: Tensor) -> None:
+    def warn_if_still(self, scores: Tensor) -> None:
         """Warn if steps were made but no score has moved far from 1."""
         furthest = float((scores.detach() - 1).abs().max())
-        if self.taken and furthest < _STILL:
+        if self.stepped and furthest < _STILL:
             _log.warning(
                 "the budget is met, but no score has moved further than %.2g from 1, so the scores hardly rank the "
                 "filters; set speed (how far a logit moves in a step) to about 3 / number of all score steps",
                 furthest,
             )
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Warn of unused gradients and of lost steps at the end of a phase, and reset the counters."""
-        if self.scores.grad is not None and not self.taken:
+        if self.scores.grad is not None and not self.stepped:
             _log.warning("no score moved in this score phase: step() was not called after backward()")
         if lost := int(self.lost):
             _log.warning(
@@ -228,10 +224,10 @@ class Gradient:
                 self.largest,
             )
         self.lost.zero_()
-        self.taken = False
+        self.stepped = False
 
 
-_OF_DEVICE = ("capturable", "fused", "foreach")  # flags of an optimizer that depend on the device
+_DEVICE_FLAGS = ("capturable", "fused", "foreach")  # flags of an optimizer that depend on the device
 
 
 def check_saved(state: Mapping[str, Any], filters: Mapping[str, int], *, blocks: bool) -> None:
@@ -245,10 +241,9 @@ def check_saved(state: Mapping[str, Any], filters: Mapping[str, int], *, blocks:
         raise PruningError("this is not the state of a pruner; give what its state_dict() returned")
     saved = {name: len(mask) for name, mask in state["held"].items()}
     if odd := [name for name in (*filters, *saved) if filters.get(name) != saved.get(name)]:
-        there, here = saved.get(odd[0], 0), filters.get(odd[0], 0)
         raise PruningError(
-            f"the saved state has {there} filters to prune in {odd[0]} where the model has {here}; load it into a "
-            "pruner of the same network with the same layers ignored"
+            f"the saved state has {saved.get(odd[0], 0)} filters to prune in {odd[0]} where the model has "
+            f"{filters.get(odd[0], 0)}; load it into a pruner of the same network with the same layers ignored"
         )
     if (state.get("blocks") is not None) != blocks:
         raise PruningError(
@@ -261,6 +256,8 @@ def for_this_device(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) 
 
     A state saved on a GPU may ask for a kind of step that the CPU does not support.
     """
-    here = [{flag: group[flag] for flag in _OF_DEVICE if flag in group} for group in optimizer.param_groups]
-    groups = [{**saved, **own} for saved, own in zip(state["param_groups"], here, strict=True)]
+    groups = [
+        saved | {flag: group[flag] for flag in _DEVICE_FLAGS if flag in group}
+        for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
     return {**state, "param_groups": groups}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, reduce
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,10 +69,10 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-Given = Mapping[str, Tensor | NDArray[np.floating]]
+ScoresByLayer = Mapping[str, Tensor | NDArray[np.floating]]
 
 
-def normalize_scores(given: Given, filters: Mapping[str, int]) -> dict[str, NDArray[np.floating]]:
+def normalize_scores(given: ScoresByLayer, filters: Mapping[str, int]) -> dict[str, NDArray[np.floating]]:
     """Validate scores from elsewhere and scale them to between 0 and 1 in float64, in the same order.
 
     Raises a PruningError unless there is one finite score for every filter of exactly these layers.
@@ -88,8 +88,10 @@ def normalize_scores(given: Given, filters: Mapping[str, int]) -> dict[str, NDAr
         raise PruningError(
             f"scores must name exactly the layers that can be pruned; {wrong[0]} is missing or is not one of them"
         )
-    values = {name: _doubles(given[name]) for name in filters}
+    values = {}
     for name, count in filters.items():
+        own = given[name]
+        values[name] = np.array(own.detach().double().cpu().numpy() if isinstance(own, Tensor) else own, np.float64)
         if values[name].shape != (count,) or not np.isfinite(values[name]).all():
             raise PruningError(f"{name}: expected {count} finite scores, one per filter")
     largest = max(float(np.abs(each).max()) for each in values.values()) or 1.0
@@ -100,71 +102,81 @@ def normalize_scores(given: Given, filters: Mapping[str, int]) -> dict[str, NDAr
     return {name: each / highest for name, each in values.items()}
 
 
-def _doubles(given: Tensor | NDArray[np.floating]) -> NDArray[np.floating]:
-    return np.array(given.detach().double().cpu().numpy() if isinstance(given, Tensor) else given, np.float64)
-
-
-class Projection(Protocol):
-    """Interface of a projection, as a score phase uses it."""
+class Projection:
+    """Base of projections, as a score phase uses them."""
 
     parameters: list[Tensor]
     """Tensors that the optimizer of a score phase trains."""
-    in_phase: bool
+    in_phase = False
     """True between `begin_phase` and `end_phase`. A phase whose state was loaded must not begin again."""
+
+    def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
+        self._like = torch.empty(0, dtype=common_dtype(weights, filters), device=weights[0].device)
+        self._sizes = [w.numel() for w in weights]
+        self._even = even
 
     def groups(self, lr: float) -> list[dict[str, Any]]:
         """Return parameter groups with their learning rates, for an optimizer made within a phase."""
+        return [{"params": self.parameters, "lr": lr}]
 
+    @torch.no_grad()
     def begin_phase(self, weights: Sequence[Tensor]) -> None:
         """Read the weights, one tensor per layer, which stay frozen until the phase ends."""
+        if self.in_phase:
+            raise PruningError("a score phase is already under way; end it before the next one begins")
+        found = [w.numel() for w in weights]
+        if found != self._sizes:
+            raise PruningError(
+                f"the projection was made for layers of {self._sizes} weights and is given {found}; "
+                "make a new one when the network changes shape"
+            )
+        self._read(weights)
+        self.in_phase = True
 
     def logits(self) -> Tensor:
         """Return all logits as a flat vector; after a phase, those it ended with."""
+        raise NotImplementedError
 
     def end_phase(self) -> None:
         """Store what later phases need of this one."""
+        self.in_phase = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state (tensors and ints), to resume from exactly, also within a phase."""
+        state: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
+        return state | {"in_phase": int(self.in_phase)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state in place."""
+        """Restore a state in place, all of it or, if a tensor is missing or has another shape, nothing."""
+        tensors = self._tensors()
+        for name, tensor in tensors.items():
+            if name not in state or state[name].shape != tensor.shape:
+                found = tuple(state[name].shape) if name in state else "nothing"
+                raise PruningError(
+                    f"the saved projection holds {found} for {name!r} where {tuple(tensor.shape)} is needed; "
+                    "load it into the network and the form of projection it was saved from"
+                )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(state[name])
+        self.in_phase = bool(state["in_phase"])
+
+    def _read(self, weights: Sequence[Tensor]) -> None:
+        pass
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Tensors of constant shape that belong to the state, by name."""
+        raise NotImplementedError
 
 
-def dtype_and_device(weights: Sequence[Tensor], filters: Sequence[int]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and device of the logits: at least float32, since half precision loses steps of 1e-6."""
+def common_dtype(weights: Sequence[Tensor], filters: Sequence[int]) -> torch.dtype:
+    """Return the dtype of the logits: at least float32, since half precision loses steps of 1e-6."""
     if not weights or len(weights) != len(filters):
         raise PruningError(
             f"{len(weights)} weights and {len(filters)} filter counts were given; a projection needs "
             "one of each for every layer, and at least one layer to score"
         )
-    return reduce(torch.promote_types, (w.dtype for w in weights), torch.float32), weights[0].device
-
-
-def check_phase(projection: Projection, weights: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    """Raise a PruningError if a phase is in progress already, or if the weights are those of another network."""
-    if projection.in_phase:
-        raise PruningError("a score phase is already under way; end it before the next one begins")
-    found = [w.numel() for w in weights]
-    if found != list(sizes):
-        raise PruningError(
-            f"the projection was made for layers of {list(sizes)} weights and is given {found}; "
-            "make a new one when the network changes shape"
-        )
-
-
-def restore(slots: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Copy saved tensors into `slots`, all or none; a PruningError if one is missing or has another shape."""
-    for name, slot in slots.items():
-        if name not in state or state[name].shape != slot.shape:
-            found = tuple(state[name].shape) if name in state else "nothing"
-            raise PruningError(
-                f"the saved projection holds {found} for {name!r} where {tuple(slot.shape)} is needed; "
-                "load it into the network and the form of projection it was saved from"
-            )
-    with torch.no_grad():
-        for name, slot in slots.items():
-            slot.copy_(state[name])
+    return reduce(torch.promote_types, (w.dtype for w in weights), torch.float32)
 
 
 def pack_signs(values: Tensor) -> Tensor:
@@ -194,7 +206,7 @@ def sign_dot(packed: Tensor, vector: Tensor, chunk: int = 1 << 20) -> Tensor:
     return torch.stack([(unpack_signs(s, v.dtype)[: len(v)] * v).sum() for s, v in pairs]).sum()
 
 
-class LiteralProjection:
+class LiteralProjection(Projection):
     """The paper's layer (Eq. 1): `vec(F) @ W`, where `W` has one entry per weight of the layer and filter.
 
     The reference for small networks. Raises a PruningError, before allocating, if training would not fit in the
@@ -209,48 +221,29 @@ class LiteralProjection:
         even: bool = False,
         limit_bytes: int | None = None,
     ) -> None:
-        dtype, device = dtype_and_device(weights, filters)
-        self._even = even
-        literal_bytes(
-            weights, filters, limit_bytes=available_memory(device) if limit_bytes is None else limit_bytes
-        )
-        self.in_phase = False
-        self.parameters: list[Tensor] = [
-            torch.zeros(w.numel(), count, dtype=dtype, device=device, requires_grad=True)
-            for w, count in zip(weights, filters, strict=True)
-        ]
-        self._vectors = [torch.zeros(w.numel(), dtype=dtype, device=device) for w in weights]
+        super().__init__(weights, filters, even=even)
+        limit = available_memory(self._like.device) if limit_bytes is None else limit_bytes
+        literal_bytes(weights, filters, limit_bytes=limit)
+        shapes = zip(self._sizes, filters, strict=True)
+        self.parameters = [self._like.new_zeros(size, count).requires_grad_() for size, count in shapes]
+        self._vectors = [self._like.new_zeros(size) for size in self._sizes]
 
-    @torch.no_grad()
-    def begin_phase(self, weights: Sequence[Tensor]) -> None:
-        check_phase(self, weights, [vector.numel() for vector in self._vectors])
+    def _read(self, weights: Sequence[Tensor]) -> None:
         for vector, weight in zip(self._vectors, weights, strict=True):
             vector.copy_(weight.flatten())
-        self.in_phase = True
 
     def groups(self, lr: float) -> list[dict[str, Any]]:
         if not self._even:
-            return [{"params": self.parameters, "lr": lr}]
+            return super().groups(lr)
         norms = [float(v.abs().sum()) for v in self._vectors]
         return [{"params": [w], "lr": lr / n if n else lr} for w, n in zip(self.parameters, norms, strict=True)]
 
     def logits(self) -> Tensor:
         return torch.cat([v @ w for v, w in zip(self._vectors, self.parameters, strict=True)])
 
-    def end_phase(self) -> None:
-        self.in_phase = False
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"in_phase": int(self.in_phase)}
-        for i, (vector, matrix) in enumerate(zip(self._vectors, self.parameters, strict=True)):
-            state |= {f"vector.{i}": vector.clone(), f"matrix.{i}": matrix.detach().clone()}
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        slots = {f"vector.{i}": vector for i, vector in enumerate(self._vectors)}
-        slots |= {f"matrix.{i}": matrix for i, matrix in enumerate(self.parameters)}
-        restore(slots, state)
-        self.in_phase = bool(state["in_phase"])
+    def _tensors(self) -> dict[str, Tensor]:
+        vectors = {f"vector.{i}": vector for i, vector in enumerate(self._vectors)}
+        return vectors | {f"matrix.{i}": matrix for i, matrix in enumerate(self.parameters)}
 
 
 def literal_bytes(weights: Sequence[Tensor], filters: Sequence[int], *, limit_bytes: int | None = None) -> int:
@@ -259,21 +252,21 @@ def literal_bytes(weights: Sequence[Tensor], filters: Sequence[int], *, limit_by
     >>> literal_bytes([torch.empty(16, 3, 3, 3)], [16])
     27648
     """
-    dtype, device = dtype_and_device(weights, filters)
+    dtype = common_dtype(weights, filters)
     entries = sum(w.numel() * count for w, count in zip(weights, filters, strict=True))
     alone = entries * dtype.itemsize
     total = 4 * alone  # W, its gradient, and the two moments of Adam
     if limit_bytes is not None and total > limit_bytes:
         raise PruningError(
             f"the literal projection's W has {entries:,} entries, {alone / 1e9:.1f} GB, and takes "
-            f"{total / 1e9:.1f} GB with its gradient and Adam's state, but {device} has "
+            f"{total / 1e9:.1f} GB with its gradient and Adam's state, but {weights[0].device} has "
             f"{limit_bytes / 1e9:.1f} GB; "
             'use projection="factored", which follows the same trajectory in almost no memory'
         )
     return alone
 
 
-class FactoredProjection:
+class FactoredProjection(Projection):
     """The trajectory of `LiteralProjection`, in one number per filter and two bits per weight of every phase.
 
     Exact as Adam's eps goes to 0. While the weights are frozen, the gradient of column f of `W` is `g_f * vec(F)`,
@@ -293,24 +286,17 @@ class FactoredProjection:
     """
 
     def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
-        dtype, device = dtype_and_device(weights, filters)
-        self._even = even
-        self.in_phase = False
-        self._sizes = [w.numel() for w in weights]
+        super().__init__(weights, filters, even=even)
         self._bytes = [-(-size // 4) for size in self._sizes]
+        device, total = self._like.device, sum(filters)
         self._layer = torch.arange(len(filters)).repeat_interleave(torch.tensor(filters)).to(device)
-        total = len(self._layer)
-        self._base, self._l1, self._typical, self._t = (
-            torch.zeros(total, dtype=dtype, device=device) for _ in range(4)
-        )
+        self._base, self._l1, self._typical, self._t = (self._like.new_zeros(total) for _ in range(4))
         self._signs = torch.zeros(sum(self._bytes), dtype=torch.uint8, device=device)
-        self._past_t = torch.zeros(0, total, dtype=dtype, device=device)
-        self._past_signs = torch.zeros(0, len(self._signs), dtype=torch.uint8, device=device)
-        self.parameters: list[Tensor] = [self._t.requires_grad_()]
+        self._past_t = self._like.new_zeros(0, total)
+        self._past_signs = self._signs.new_zeros(0, len(self._signs))
+        self.parameters = [self._t.requires_grad_()]
 
-    @torch.no_grad()
-    def begin_phase(self, weights: Sequence[Tensor]) -> None:
-        check_phase(self, weights, self._sizes)
+    def _read(self, weights: Sequence[Tensor]) -> None:
         vectors = [w.flatten().to(self._t.dtype) for w in weights]
         before = self._base + self._t
         norms = torch.stack([v.abs().sum() for v in vectors])
@@ -325,17 +311,13 @@ class FactoredProjection:
         if self._even:  # a layer whose weights are all zero keeps its previous logits
             self._base.copy_(self._base.where(self._l1 > 0, before))
         self._t.zero_()
-        self.in_phase = True
-
-    def groups(self, lr: float) -> list[dict[str, Any]]:
-        return [{"params": self.parameters, "lr": lr}]
 
     def logits(self) -> Tensor:
         if self._even:
             return self._base + self._t
-        held = self._t.detach()
+        t = self._t.detach()
         # The last term is exactly 0; it is there for its gradient, `typical`, the mean magnitude.
-        return self._base + self._l1 * held + self._typical * (self._t - held)
+        return self._base + self._l1 * t + self._typical * (self._t - t)
 
     @torch.no_grad()
     def end_phase(self) -> None:
@@ -347,20 +329,17 @@ class FactoredProjection:
             else:
                 self._past_t = torch.cat([self._past_t, entries[None]])
                 self._past_signs = torch.cat([self._past_signs, self._signs[None]])
-        self.in_phase = False
+        super().end_phase()
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {name: slot.detach().clone() for name, slot in self._slots().items()}
-        state |= {"past_t": self._past_t.clone(), "past_signs": self._past_signs.clone()}
-        return state | {"in_phase": int(self.in_phase)}
+        return super().state_dict() | {"past_t": self._past_t.clone(), "past_signs": self._past_signs.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        restore(self._slots(), state)
+        super().load_state_dict(state)
         self._past_t = state["past_t"].to(self._past_t, copy=True)
         self._past_signs = state["past_signs"].to(self._past_signs, copy=True)
-        self.in_phase = bool(state["in_phase"])
 
-    def _slots(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         return {
             "base": self._base,
             "l1": self._l1,
@@ -370,36 +349,21 @@ class FactoredProjection:
         }
 
 
-class FreeProjection:
+class FreeProjection(Projection):
     """Ablation: one free logit per filter, independent of the weights, so that a new phase changes nothing.
 
     A logit moves by about `lr` in one step of Adam in every layer, so it is `even` in any case.
     """
 
     def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
-        dtype, device = dtype_and_device(weights, filters)
-        self.in_phase = False
-        self.parameters: list[Tensor] = [torch.zeros(sum(filters), dtype=dtype, device=device, requires_grad=True)]
-
-    def begin_phase(self, weights: Sequence[Tensor]) -> None:
-        check_phase(self, weights, [w.numel() for w in weights])
-        self.in_phase = True
-
-    def groups(self, lr: float) -> list[dict[str, Any]]:
-        return [{"params": self.parameters, "lr": lr}]
+        super().__init__(weights, filters)
+        self.parameters = [self._like.new_zeros(sum(filters)).requires_grad_()]
 
     def logits(self) -> Tensor:
         return self.parameters[0]
 
-    def end_phase(self) -> None:
-        self.in_phase = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"logits": self.parameters[0].detach().clone(), "in_phase": int(self.in_phase)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        restore({"logits": self.parameters[0]}, state)
-        self.in_phase = bool(state["in_phase"])
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"logits": self.parameters[0]}
 
 
 PROJECTIONS: dict[str, Callable[..., Projection]] = {

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import RunError
 from ..schedule import Phase
-from ..scores.norm_statistics import lagging
+from ..scores.freezing import lagging
 from .data.batches import RunBatches
 from .engine.eager import EPOCH_START, Engine, EpochProgress, EpochResult, Teacher, WeightTrainer
 from .recipe import Recipe

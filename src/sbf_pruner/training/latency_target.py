@@ -123,7 +123,7 @@ class LatencyTarget:
         It also ends if another limit than latency keeps the network from being larger. The gates are then those of
         the best landing. A clearly missed target is logged as a warning.
         """
-        limits = pruner.aim.limits
+        limits = pruner.selector.limits
         assert limits is not None
         target = limits.most["latency"] / limits.whole["latency"]
         tried: dict[str, tuple[float, Plan]] = {}
@@ -141,7 +141,7 @@ class LatencyTarget:
             try:
                 pruner.land()
             except PruningError:  # By the corrected model even the smallest network is too slow: try that one.
-                pruner.gate(Plan.from_masks(pruner.aim.smallest))
+                pruner.gate(Plan.from_masks(pruner.selector.smallest))
         off, best = min(tried.values(), key=lambda pair: abs(pair[0]))
         pruner.gate(best)
         miss = ""
@@ -157,7 +157,7 @@ class LatencyTarget:
 
         The correction of the latency model is reset, so that "foretold" is what the model alone predicts.
         """
-        limits, conditions = pruner.aim.limits, self.clock.conditions
+        limits, conditions = pruner.selector.limits, self.clock.conditions
         assert limits is not None
         self.clock.correction = 1.0
         layout = lay_out(pruner.graph, plan.masks(pruner.graph))
@@ -229,8 +229,8 @@ def with_way(way: str, scores: Scores, constraints: Constraints) -> tuple[Scores
 
 def _other_limit_is_tighter(pruner: Pruner, plan: Plan) -> bool:
     """Return True if a limit other than latency leaves less room for a larger network."""
-    assert pruner.aim.limits is not None
-    room = pruner.aim.limits.room(pruner.aim.count(plan.masks(pruner.graph)))
+    assert pruner.selector.limits is not None
+    room = pruner.selector.limits.room(pruner.selector.count(plan.masks(pruner.graph)))
     return any(left < room["latency"] for name, left in room.items() if name != "latency")
 
 

@@ -236,7 +236,7 @@ def build_pruner(
         clock=None if timed is None else timed.clock,
         graph=graph,
     )
-    reached = pruner.aim.limits
+    reached = pruner.selector.limits
     if reached is not None and reached.hold(reached.whole):
         found = " and ".join(reached.told(name, reached.whole) for name in reached.most)
         raise PruningError(f"the dense network already meets the budget ({found}); set a smaller one")

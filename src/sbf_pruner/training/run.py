@@ -375,7 +375,7 @@ class Run:
             return pruner.gated()
         scores = self.recipe.scores
         frozen = scores.freeze_norms and not phase.trains_weights
-        if not frozen or not scores.recalibrate or pruner.aim.limits is None or pruner.gates.all_open:
+        if not frozen or not scores.recalibrate or pruner.selector.limits is None or pruner.gates.all_open:
             return pruner.scoring(joint=phase.trains_weights)
         return pruner.scoring(tune=partial(engine.look, self.feed.whole(phase), self.done, scores.recalibrate))
 
@@ -409,7 +409,7 @@ class Run:
     def _soften(self) -> None:
         """Set the filters to zero that would be removed now; they may grow again."""
         pruner, network = self.networks.pruner, self.networks.dense
-        keep = pruner.aim.choose(self._ranked(network)).masks
+        keep = pruner.selector.choose(self._ranked(network)).masks
         Subject(network, pruner.graph, ()).empty(keep)
 
     def _ranked(self, network: nn.Module) -> Scores:
@@ -420,7 +420,7 @@ class Run:
 
     def _subject(self, network: nn.Module, images: Sequence[Batch]) -> Subject:
         pruner = self.networks.pruner
-        return Subject(network, pruner.graph, images, self.recipe.seed, pruner.aim)
+        return Subject(network, pruner.graph, images, self.recipe.seed, pruner.selector)
 
     def _keep_scored(self) -> None:
         """Save the dense network and its scores after the last cycle, for `sbf frontier`.

@@ -104,6 +104,11 @@ def setting_field(help: str, *, choices: tuple[str, ...] = (), **bounds: Unpack[
     return {"help": help, "choices": choices, "bounds": bounds}
 
 
+def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), **bounds: Unpack[Bounds]) -> Any:
+    """Return a dataclass field with a default, a help text, allowed values and bounds."""
+    return dataclasses.field(default=default, metadata=setting_field(help, choices=choices, **bounds))
+
+
 @dataclasses.dataclass(frozen=True)
 class Section:
     """A group of settings, validated and converted to their declared types on construction."""

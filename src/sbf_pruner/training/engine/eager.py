@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...pruner import Pruner
-from ...scores.norm_statistics import fresh_statistics
+from ...scores.freezing import fresh_statistics
 from ...scores.penalty import for_this_device
 from ...utils.distributed import DistributedContext
 from ..data.batches import Batches

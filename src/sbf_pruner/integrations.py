@@ -6,6 +6,7 @@ phase. The loop's own optimizer may step in every epoch, because frozen paramete
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -13,10 +14,9 @@ from typing import Any
 
 from torch.amp import GradScaler
 
-from ..errors import PruningError
-from ..pruner import Pruner
-from ..schedule import Phase, phases_of
-from ..utils import lazy_exports
+from .errors import PruningError
+from .pruner import Pruner
+from .schedule import Phase, phases_of
 
 _log = logging.getLogger("sbf_pruner")
 
@@ -122,9 +122,9 @@ class Turns:
     def abort(self) -> None:
         """Call when training has failed; leaves the phase without setting gates, and unfreezes everything."""
         if self._open is not None:
-            left, self._open = self._open, None
-            given_up = RuntimeError("the training has failed")
-            left.__exit__(type(given_up), given_up, None)  # As if the exception had passed through the phase.
+            phase, self._open = self._open, None
+            error = RuntimeError("the training has failed")
+            phase.__exit__(type(error), error, None)  # As if the exception had passed through the phase.
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to resume, even in the middle of a score phase."""
@@ -140,8 +140,8 @@ class Turns:
     def _close(self) -> None:
         """Leave the current phase normally; a score phase sets the gates."""
         if self._open is not None:
-            left, self._open = self._open, None
-            left.__exit__(None, None, None)
+            phase, self._open = self._open, None
+            phase.__exit__(None, None, None)
 
     def _check_budget(self) -> None:
         """Raise a PruningError if the gates exceed the budget and no score phase follows to change them."""
@@ -154,9 +154,47 @@ class Turns:
         )
 
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "lightning": ("pruning_callback",),
-    },
-)
+def pruning_callback(turns: Turns) -> Any:
+    """Return a callback for Lightning's `Trainer` that drives `turns`.
+
+    Its state is part of the trainer's checkpoints, so training resumes in the right phase. Raises a PruningError if
+    Lightning, which is imported only here, is not installed.
+    """
+
+    class PruningCallback(_callback_class()):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if getattr(trainer.precision_plugin, "scaler", None) is not None:
+                raise PruningError(
+                    "gradient scaling (16-mixed) does not work in score epochs, in which weights have no "
+                    'gradients; give the trainer precision="bf16-mixed"'
+                )
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            turns.epoch_begins(trainer.current_epoch)
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            turns.after_backward()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            turns.end()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            turns.abort()
+
+        def state_dict(self) -> dict[str, Any]:
+            return turns.state_dict()
+
+        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+            turns.load_state_dict(state_dict)
+
+    return PruningCallback()
+
+
+def _callback_class() -> type:
+    for name in ("lightning.pytorch", "pytorch_lightning"):  # The same library is published under two names.
+        try:
+            found: type = importlib.import_module(name).Callback
+        except ModuleNotFoundError:
+            continue
+        return found
+    raise PruningError("Lightning is not installed; run: pip install lightning")
