@@ -405,19 +405,19 @@ LEFT_ALONE = {
     "Plain": {"11.fc": r"its filters are the network's outputs"},
     "GroupNorm": {"9": r"aten\.native_group_norm at .* shares its statistics among all channels"},
     "MeanOverChannels": {
-        "middle.0": r"aten\.mean at zoo\.py:\d+ reduces over the channels, whose number would change",
-        "attend": r"aten\.sigmoid at zoo\.py:\d+ turns a removed channel into a constant",
+        "middle.0": r"aten\.mean at \w+\.py:\d+ reduces over the channels, whose number would change",
+        "attend": r"aten\.sigmoid at \w+\.py:\d+ turns a removed channel into a constant",
     },
     "Depthwise": {"3.depthwise.0": "depthwise: its filters follow its input channels"},
     "SqueezeExcite": {
-        "first.3.restore": r"aten\.sigmoid at zoo\.py:\d+ turns a removed channel into a constant",
+        "first.3.restore": r"aten\.sigmoid at \w+\.py:\d+ turns a removed channel into a constant",
     },
-    "InplaceOps": {"scale": r"aten\.sigmoid_ at zoo\.py:\d+ turns a removed channel into a constant"},
+    "InplaceOps": {"scale": r"aten\.sigmoid_ at \w+\.py:\d+ turns a removed channel into a constant"},
     "SharedNorm": {
-        "left": r"aten\.native_batch_norm at zoo\.py:\d+ brings a removed channel back as a constant",
+        "left": r"aten\.native_batch_norm at \w+\.py:\d+ brings a removed channel back as a constant",
     },
     "SharedParameter": {
-        "one.0": r"its weight is used at zoo\.py:\d+ too, where no gate can be placed",
+        "one.0": r"its weight is used at \w+\.py:\d+ too, where no gate can be placed",
         "two.0": "it shares its weight with one.0, and follows it",
     },
     "PlainListModules": {
@@ -425,33 +425,33 @@ LEFT_ALONE = {
         "submodule only",
     },
     "ComputedWeight": {
-        "conv": r"its weight is used at zoo\.py:\d+ outside the module, where no gate can be placed",
+        "conv": r"its weight is used at \w+\.py:\d+ outside the module, where no gate can be placed",
     },
     "DynamicWeight": {
-        "experts": r"its weight is computed from the input at zoo\.py:\d+, and cannot be sliced",
-        "stem.0": r"it feeds aten\.convolution at zoo\.py:\d+, whose weight depends on the input",
+        "experts": r"its weight is computed from the input at \w+\.py:\d+, and cannot be sliced",
+        "stem.0": r"it feeds aten\.convolution at \w+\.py:\d+, whose weight depends on the input",
     },
-    "SpectralNorm": {"conv": r"aten\.vdot at zoo\.py:\d+, which computes its weight, mixes its filters"},
+    "SpectralNorm": {"conv": r"aten\.vdot at \w+\.py:\d+, which computes its weight, mixes its filters"},
     "FunctionalConv": {
-        "(model)": r"its module computes more than this layer at zoo\.py:\d+; move the layer into a submodule .*",
+        "(model)": r"its module computes more than this layer at \w+\.py:\d+; move the layer into a submodule .*",
     },
     "FiltersMoved": {
-        "gated": r"aten\.split at zoo\.py:\d+, in its module, reorders or mixes its channels, so no gate can .*",
-        "turned": r"aten\.flip at zoo\.py:\d+, in its module, reorders or mixes its channels, so no gate can .*",
+        "gated": r"aten\.split at \w+\.py:\d+, in its module, reorders or mixes its channels, so no gate can .*",
+        "turned": r"aten\.flip at \w+\.py:\d+, in its module, reorders or mixes its channels, so no gate can .*",
     },
     "Remembered": {
-        "stem.3": r"its module computes more than this layer at zoo\.py:\d+; move the layer into a submodule .*",
+        "stem.3": r"its module computes more than this layer at \w+\.py:\d+; move the layer into a submodule .*",
     },
     "NormsThatMove": {
-        "first.0": r"aten\.native_batch_norm at zoo\.py:\d+ brings a removed channel back as a constant",
+        "first.0": r"aten\.native_batch_norm at \w+\.py:\d+ brings a removed channel back as a constant",
     },
     "PixelsForChannels": {
-        "value": r"aten\.\w*view at zoo\.py:\d+ mixes channels with pixels, differently at every image size",
+        "value": r"aten\.\w*view at \w+\.py:\d+ mixes channels with pixels, differently at every image size",
     },
-    "Heads": {"query": r"aten\.bmm at zoo\.py:\d+ is a matrix product per head, and all heads must keep .*"},
-    "InplaceSlice": {"left.0": r"aten\.copy_ at zoo\.py:\d+ mixes channels in a way that is not known"},
-    "Maxout": {"pairs.0": r"aten\.max at zoo\.py:\d+ reduces over the channels, whose number would change"},
-    "SelectiveKernel": {"excite": r"aten\._softmax at zoo\.py:\d+ normalises over the channels"},
+    "Heads": {"query": r"aten\.bmm at \w+\.py:\d+ is a matrix product per head, and all heads must keep .*"},
+    "InplaceSlice": {"left.0": r"aten\.copy_ at \w+\.py:\d+ mixes channels in a way that is not known"},
+    "Maxout": {"pairs.0": r"aten\.max at \w+\.py:\d+ reduces over the channels, whose number would change"},
+    "SelectiveKernel": {"excite": r"aten\._softmax at \w+\.py:\d+ normalises over the channels"},
 }  # fmt: skip
 
 
