@@ -35,7 +35,7 @@ from .plan import Plan, check_plan
 from .scores.freezing import freeze_model
 from .scores.gates import Gates
 from .scores.norm_statistics import fresh_statistics
-from .scores.penalty import Balance, BlockScores, Gradient, Penalty, check_saved, for_this_device
+from .scores.penalty import STATE_FORMAT, Balance, BlockScores, Gradient, Penalty, check_saved, for_this_device
 from .scores.projections import ACTIVATIONS, PROJECTIONS, Given, Projection, check_slope, normalize_scores
 from .surgery.extract import extract, find_fixed_sizes
 from .utils.distributed import DistributedContext
@@ -431,6 +431,7 @@ class Pruner(GatedModel):
         The model's own state dict does not contain the gates.
         """
         return {
+            "format": STATE_FORMAT,
             "projection": self.projection.state_dict(),
             "optimizer": None if self.optimizer is None else map_tensors(self.optimizer.state_dict(), Tensor.clone),
             "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._held.items()},

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..budget.controller import LatencyClock
-from ..errors import PruningError
+from ..errors import PruningError, check_version
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import LaidOut, lay_out
 from ..graph.nodes import Mask
@@ -179,7 +179,7 @@ class Predictor:
         return {place: self.coefficients.get("layers", 0.0) * s for place, s in found.layers[form].items()}
 
 
-KIND = "sbf-pruner latency"
+FORMAT = "sbf-pruner latency 1"
 _REMEDY = "measure again with `sbf latency`"
 BLOCKWISE = ("onnxruntime",)  # runtimes that compute the input channels of a layer in blocks
 
@@ -268,7 +268,7 @@ class LatencyModel:
         """Return JSON-compatible values."""
         held = self.conditions
         return {
-            "kind": KIND,
+            "format": FORMAT,
             "runtime": held.runtime,
             "batch": held.batch,
             "threads": held.threads,
@@ -301,9 +301,11 @@ def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measure
 
     `source` names the origin in error messages.
     """
+    if isinstance(written, dict):
+        check_version(written.get("format"), FORMAT, f"latency.table: {source}")
     try:
-        if written["kind"] != KIND:
-            raise ValueError(written["kind"])
+        if written["format"] != FORMAT:
+            raise ValueError(written["format"])
         table = Table.from_dict(written["table"], written["runtime"] in BLOCKWISE)
         conditions = Conditions(written["runtime"], written["batch"], written["threads"], written["machine"])
         dense = float(written["dense_seconds"])

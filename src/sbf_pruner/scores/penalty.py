@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..budget.controller import ResourceWeights, Selector, Steering
 from ..budget.search import Landing
-from ..errors import PruningError, suggestion
+from ..errors import PruningError, check_version, suggestion
 from ..graph.channel_graph import ChannelGraph
 from ..graph.nodes import Mask
 from ..utils.distributed import DistributedContext
@@ -235,6 +235,7 @@ class Gradient:
         self.taken = False
 
 
+STATE_FORMAT = "sbf-pruner state 1"
 _OF_DEVICE = ("capturable", "fused", "foreach")  # flags of an optimizer that depend on the device
 
 
@@ -245,6 +246,8 @@ def check_saved(state: Mapping[str, Any], filters: Mapping[str, int], *, blocks:
     Traceback (most recent call last):
     sbf_pruner.errors.PruningError: this is not the state of a pruner; give what its state_dict() returned
     """
+    if isinstance(state, Mapping):
+        check_version(state.get("format"), STATE_FORMAT, "the state")
     if not isinstance(state, Mapping) or not {"projection", "held", "scores"} <= state.keys():
         raise PruningError("this is not the state of a pruner; give what its state_dict() returned")
     saved = {name: len(mask) for name, mask in state["held"].items()}

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..criteria import METHODS, OWN
-from ..errors import RecipeError, suggestion
+from ..errors import RecipeError, check_version, suggestion
+from ..schedule import RECIPE_FORMAT
 from ..utils.settings import Section, Setting, describe, merge, setting_field
 from .sections import (
     BudgetConfig,
@@ -124,6 +125,11 @@ class Recipe(Section):
         >>> Recipe.load("digits", ["budget.macs=0.5"]).budget.steer, Recipe.load("digits").budget.steer
         (True, False)
         """
+        table = dict(table)
+        written = table.pop("format", RECIPE_FORMAT)
+        check_version(written, RECIPE_FORMAT, "the recipe")
+        if written != RECIPE_FORMAT:
+            raise RecipeError(f"format: expected {RECIPE_FORMAT!r}, got {written!r}; leave it out")
         made = super().from_dict(table)
         if made.budget.limits.asked:
             if "steer" not in table.get("budget", {}):
@@ -139,6 +145,10 @@ class Recipe(Section):
                     "choose another method"
                 )
         return made
+
+    def to_toml(self) -> str:
+        """Return the recipe as TOML text, with its format; once parsed, `from_dict` builds an equal recipe."""
+        return f'format = "{RECIPE_FORMAT}"\n{super().to_toml()}'
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,7 +23,7 @@ from ..measurement.counts import Latency, evaluating, latency, measure
 from ..plan import Plan
 from ..pruner import Pruner
 from ..report.inspection import inspect_model, to_boxes, to_json
-from ..schedule import Phase
+from ..schedule import RUN_FORMAT, Phase
 from ..utils.files import stored_bytes, write_text
 from ..utils.timing import environment
 from .networks import Networks
@@ -45,7 +45,7 @@ class RunRecorder:
         if self.folder.network.is_file():
             return
         pruner = self.networks.pruner
-        written: dict[str, Any] = {"environment": environment(self.device)}
+        written: dict[str, Any] = {"format": RUN_FORMAT, "environment": environment(self.device)}
         try:
             seen = inspect_model(pruner.model, self.images[:1], pruner.graph)
             written |= {"facts": seen.facts, "boxes": to_json(to_boxes(seen))}
