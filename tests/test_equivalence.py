@@ -79,7 +79,12 @@ def half(pruner_or_graph) -> Plan:
 
 
 # Training or not, under how many plans, and every how manieth of them is tried.
-WAYS = {"eval": (False, PLANS, 1), "train": (True, PLANS, 2), "eval often": (False, 40, 1), "train often": (True, 40, 1)}
+WAYS = {
+    "eval": (False, PLANS, 1),
+    "train": (True, PLANS, 2),
+    "eval often": (False, 40, 1),
+    "train often": (True, 40, 1),
+}
 
 
 @nets

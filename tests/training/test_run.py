@@ -428,7 +428,16 @@ INSTEAD: dict[str, dict[str, Any]] = {
 def test_each_of_them_changes_the_run(key: str, full: Result, tmp_path: Path) -> None:
     """Were one of them not wired up, leaving it out would change nothing."""
     made = recipe(**{name: value for name, value in EVERYTHING.items() if name != key}, **INSTEAD.get(key, {}))
-    without = fit(model(), made, run=tmp_path / "run")
+    losses = [record["loss"] for record in metrics(full.folder)]
+
+    def stop_where_it_differs(record: dict[str, Any]) -> None:
+        if record["loss"] != losses[record["done"] - 1]:
+            raise Killed
+
+    try:
+        without = fit(model(), made, run=tmp_path / "run", report=stop_where_it_differs)
+    except Killed:
+        return
     # What only moves scores, or statistics that are taken anew later, may leave the same filters and weights.
     names = ("model.safetensors", "scores.jsonl", "checkpoints/scored.safetensors")
     left = [[(r.folder / name).read_bytes() for name in names] for r in (without, full)]
@@ -497,7 +506,7 @@ def test_a_joint_run_has_one_phase_a_cycle_and_lands_as_any_other(joint: Result)
 
 
 @pytest.mark.parametrize(
-    "epoch", mostly_slow([4, 6, 9, 10, 11], [4, 9, 11])
+    "epoch", mostly_slow([4, 6, 9, 10, 11], [4, 9])
 )  # within and at the end of both cycles, in the fine-tuning
 def test_a_joint_run_killed_ends_with_the_same_bits(
     epoch: int, joint: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -575,9 +584,7 @@ def assert_same_run(result: Result, straight: Result) -> None:
 
 
 # 1, 2: warm-up; 3, 4: scores; 5, 6: weights; 7, 10: second cycle; 11, 12: fine-tuning; 13 to 24: control
-@pytest.mark.parametrize(
-    "epoch", mostly_slow([1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 18, 23, 24], [1, 4, 6, 11, 18, 24])
-)
+@pytest.mark.parametrize("epoch", mostly_slow([1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 18, 23, 24], [4, 6, 11, 18]))
 def test_a_run_killed_after_any_epoch_ends_with_the_same_bits(epoch: int, straight: Result, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         fit(model(), recipe(), run=tmp_path / "run", report=kill_after(epoch))
