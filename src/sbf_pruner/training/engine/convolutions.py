@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ...errors import RunError
 from ...utils.files import atomic_path
@@ -45,6 +44,8 @@ def store_choice(question: str, answer: str) -> None:
 
 
 def _place(question: str) -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # Imports the compiler, which takes seconds.
+
     return Path(cache_dir()) / "sbf_pruner" / f"{hashlib.sha256(question.encode()).hexdigest()[:32]}.txt"
 
 
