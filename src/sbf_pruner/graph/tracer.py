@@ -234,8 +234,9 @@ def _record_copy(
 
 def _drawn_so_far() -> tuple[object, ...]:
     """Return the states of Python's and NumPy's random number generators."""
-    drawn = np.random.get_state(legacy=False)
-    return random.getstate(), repr(drawn)
+    drawn: dict[str, Any] = np.random.get_state(legacy=False)
+    inner = {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in drawn.pop("state").items()}
+    return random.getstate(), drawn, inner
 
 
 @contextmanager
