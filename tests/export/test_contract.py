@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -88,7 +89,10 @@ def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def folder(name: str) -> Path:
         if name not in found:
             found[name] = tmp_path_factory.mktemp("exports") / name
-            export(finished, name, found[name])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(logging.root.manager, "disable", logging.DEBUG)  # by the user, say
+                export(finished, name, found[name])
+                assert logging.root.manager.disable == logging.DEBUG
         return found[name]
 
     return folder
@@ -116,6 +120,16 @@ def test_its_files_are_listed_with_their_checksums(name: str, exported: Callable
         assert listed == {"bytes": (folder / file).stat().st_size, "sha256": digest(folder / file)}
     card = (folder / "README.md").read_text()
     assert all(f"`{file}`" in card for file in files if file != "README.md")
+
+
+def test_integers_say_what_they_cost(exported: Callable[[str], Path]) -> None:
+    folder = exported("int8")
+    facts = json.loads((folder / MANIFEST).read_text())["int8"]
+    assert facts["images"] == 64 and 0 <= facts["accuracy"] <= 100 and 0 <= facts["float_accuracy"] <= 100
+    card = (folder / "README.md").read_text()
+    assert f"{facts['accuracy']:.2f} % of the test images" in card
+    assert 'InferenceSession("network-int8.onnx")' in card and "network.pt2" not in card  # what is not there
+    assert "- `network-int8.onnx` computes outputs; to train on, take the run's weights." in card
 
 
 @formats

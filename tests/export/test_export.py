@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from dataclasses import replace
@@ -246,20 +245,6 @@ def test_exports_to_one_place_at_once_do_not_disturb_one_another(finished, tmp_p
     manifest = export_run(finished, tmp_path / "out", weights)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*manifest["files"], MANIFEST}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_integers_keep_what_they_can_and_say_what_they_cost(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(logging.root.manager, "disable", logging.DEBUG)  # by the user, say
-    manifest = export_run(finished, tmp_path / "out", asked(formats=("int8",), seconds=0.1, batch=2, threads=1))
-    assert logging.root.manager.disable == logging.DEBUG, "the quantiser alone was silenced"
-    facts = manifest["int8"]
-    assert facts["images"] == 64 and 0 <= facts["accuracy"] <= 100 and 0 <= facts["float_accuracy"] <= 100
-    (found,) = run(session(tmp_path / "out" / "network-int8.onnx"), IMAGES)
-    assert (found - expected(finished)).abs().max() > 0  # that it is small, test_contract asserts
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert f"{facts['accuracy']:.2f} % of the test images" in text
-    assert 'InferenceSession("network-int8.onnx")' in text and "network.pt2" not in text  # what is not there
-    assert "- `network-int8.onnx` computes outputs; to train on, take the run's weights." in text
 
 
 def test_where_bytes_count_the_smallest_form_is_written_and_nothing_timed(
