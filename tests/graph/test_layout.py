@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from cases import traced
 from sbf_pruner.graph import Boundary, LayoutConstraints, equalize_groups, shrink, solve_layout, trace
 from sbf_pruner.graph.channel_graph import _calls_of_one_module
 from sbf_pruner.plan import Plan
@@ -123,7 +124,7 @@ def ask_everyone(graph):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_only_who_has_something_to_add_need_be_asked(name, monkeypatch):
-    graph = trace(*ZOO[name]())
+    graph = traced(name)
     flows = [graph.flow(random_masks(graph, seed)) for seed in range(3)]
     found = [solve_layout(graph, flow).masks for flow in flows]
     monkeypatch.setattr(LayoutConstraints, "grow", ask_everyone(graph))
@@ -135,7 +136,7 @@ def test_only_who_has_something_to_add_need_be_asked(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_what_is_alive_does_not_depend_on_what_was_asked_before(name):
-    graph = trace(*ZOO[name]())
+    graph = traced(name)
     for seed in range(4):
         keep = random_masks(graph, seed)
         if seed == 2:  # nearly the same as before, and some layers are not named
