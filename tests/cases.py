@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -15,12 +16,18 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.utils import _pytree as pytree
 
-from sbf_pruner.graph import ChannelGraph, LayerNode
+from sbf_pruner.graph import ChannelGraph, LayerNode, trace
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
 from sbf_pruner.utils import call, real_copy, resized_inputs
-from zoo import fresh_inputs
+from zoo import ZOO, fresh_inputs
+
+
+@functools.cache
+def traced(name: str) -> ChannelGraph:
+    """The graph of a network of the zoo; traced once, changed by nobody."""
+    return trace(*ZOO[name]())
 
 
 def random_plans(graph: ChannelGraph, count: int = 20, seed: int = 0) -> list[Plan]:

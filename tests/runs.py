@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sbf_pruner.models import ResNet
 from sbf_pruner.training import ComputeConfig, Recipe, Result, fit
 from sbf_pruner.training.engine import Engine
 
@@ -39,15 +40,20 @@ class Block(nn.Module):
 class Small(nn.Module):
     """A stem, two residual blocks and a classifier."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_classes: int = 4, in_channels: int = 1) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(1, 8, 3, padding=1, bias=False)
+        self.stem = nn.Conv2d(in_channels, 8, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(8)
         self.blocks = nn.Sequential(Block(8), Block(8))
-        self.fc = nn.Linear(8, 4)
+        self.fc = nn.Linear(8, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.blocks(torch.relu(self.norm(self.stem(x)))).mean((2, 3)))
+
+
+def resnet8(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """A CIFAR ResNet with one block in each stage: as wide as the others, and traced in a third of the time."""
+    return ResNet(1, num_classes, in_channels)
 
 
 def small_recipe(**changes: Any) -> Recipe:

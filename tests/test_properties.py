@@ -365,7 +365,7 @@ def saved_is_loaded(drawn, ratios, seeds):
     assert [p.shape for p in again.parameters()] == [p.shape for p in small.parameters()]
 
 
-@check(70)
+@check(50)
 @given(steps, ratios, seeds)
 def test_masked_equals_extracted(drawn, ratio, seed):
     masked_equals_extracted(drawn, ratio, seed)
@@ -377,7 +377,7 @@ def test_all_filters_are_the_identity(drawn):
     all_filters_are_the_identity(drawn)
 
 
-@check(40)
+@check(25)
 @given(steps, st.tuples(ratios, ratios), st.tuples(seeds, seeds))
 def test_plans_compose(drawn, ratios, seeds):
     plans_compose(drawn, ratios, seeds)
@@ -389,7 +389,7 @@ def test_settling_is_final(drawn, ratio, seed):
     settling_is_final(drawn, ratio, seed)
 
 
-@check(20)
+@check(12)
 @given(steps, st.tuples(ratios, ratios), st.tuples(seeds, seeds))
 def test_saving_and_loading_is_the_identity(drawn, ratios, seeds):
     saved_is_loaded(drawn, ratios, seeds)

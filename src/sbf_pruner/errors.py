@@ -36,12 +36,33 @@ class RunError(PruningError):
     """A run cannot start or continue, or its files cannot be trusted."""
 
 
+class VersionError(RunError):
+    """A file was written by a newer version of the package."""
+
+
 class Stopped(KeyboardInterrupt):
     """A run was stopped by `signal`; `saved` says what checkpoint was written, or is empty if none was."""
 
     def __init__(self, signal: int, saved: str = "") -> None:
         super().__init__(saved or "stopped by a signal")
         self.signal, self.saved = signal, saved
+
+
+def check_version(found: object, expected: str, what: object) -> None:
+    """Raise a VersionError if `found` is a newer version of the file format `expected`, "sbf-pruner KIND NUMBER".
+
+    >>> check_version("sbf-pruner plan 1", "sbf-pruner plan 2", "plan.json")
+    >>> check_version("sbf-pruner plan 2", "sbf-pruner plan 1", "plan.json")
+    Traceback (most recent call last):
+    sbf_pruner.errors.VersionError: plan.json has the format 'sbf-pruner plan 2', and this version of sbf-pruner \
+reads up to 'sbf-pruner plan 1'; update sbf-pruner
+    """
+    (kind, _, number), (known_kind, _, known) = str(found).rpartition(" "), expected.rpartition(" ")
+    if kind == known_kind and number.isdecimal() and int(number) > int(known):
+        raise VersionError(
+            f"{what} has the format {found!r}, and this version of sbf-pruner reads up to {expected!r}; update "
+            "sbf-pruner"
+        )
 
 
 def suggestion(word: str, choices: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .errors import PlanError, suggestion
+from .errors import PlanError, check_version, suggestion
 from .graph.channel_graph import ChannelGraph
 from .utils.files import write_text
 
@@ -105,11 +105,13 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan from JSON; raise PlanError if the text is not one."""
+        """Read a plan from JSON; raise PlanError if the text is not one, VersionError if it is newer."""
         try:
             written = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"the plan is not JSON (line {error.lineno}: {error.msg}); write it anew") from error
+        if isinstance(written, dict):
+            check_version(written.get("format"), _FORMAT, "the plan")
         known = isinstance(written, dict) and written.get("format") == _FORMAT
         if not known or not isinstance(written.get("keep"), dict):
             raise PlanError(f"this is no plan: expected an object with format {_FORMAT!r} and 'keep'")

@@ -35,7 +35,7 @@ from .plan import Plan, check_plan
 from .scores.config import Scores
 from .scores.freezing import freeze_model, fresh_statistics
 from .scores.gates import Gates
-from .scores.penalty import BlockScores, Gradient, Penalty, check_saved, for_this_device
+from .scores.penalty import STATE_FORMAT, BlockScores, Gradient, Penalty, check_saved, for_this_device
 from .scores.projections import ACTIVATIONS, PROJECTIONS, Projection, ScoresByLayer, check_slope, normalize_scores
 from .surgery.extract import extract, find_fixed_sizes
 from .utils.distributed import DistributedContext
@@ -355,6 +355,7 @@ class Pruner:
         The model's own state dict does not contain the gates.
         """
         return {
+            "format": STATE_FORMAT,
             "projection": self.projection.state_dict(),
             "optimizer": None if self.optimizer is None else map_tensors(self.optimizer.state_dict(), Tensor.clone),
             "held": {name: torch.from_numpy(mask.copy()) for name, mask in self._masks.items()},

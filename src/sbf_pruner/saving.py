@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .budget.file_size import FORMAT, contents, wiring
-from .errors import PruningError, RunError
+from .errors import PruningError, RunError, VersionError, check_version
 from .plan import Plan
 from .surgery.extract import extract
 from .utils.files import atomic_path, from_plain, read_tensors, read_text, write_tensors, write_text
@@ -87,6 +87,7 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | None = None, examp
     if (path / "recipe.toml").is_file():
         remedy = "remove summary.json from the run's folder, and --resume to write it anew"
     tensors, written = read_tensors(path / MODEL, remedy)
+    check_version(written.get("format"), FORMAT, path / MODEL)
     if written.get("format") != FORMAT:
         raise RunError(f"{path / MODEL} is no saved network of this version ({FORMAT}); {remedy}")
     plans = [Plan(keep) for keep in written["plans"]]
@@ -126,6 +127,8 @@ def _check_plan(path: Path, expected: Plan, remedy: str) -> None:
         found = Plan.load(path)
     except OSError as error:
         raise RunError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from error
+    except VersionError:
+        raise
     except PruningError as error:
         raise RunError(f"{path} is damaged ({str(error).partition('; ')[0]}); {remedy}") from error
     if found != expected:
@@ -174,6 +177,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise RunError(f"{path} does not exist; {_ANEW}") from None
     except ValueError as error:
         raise RunError(f"{path} is damaged; {_ANEW}") from error
+    if isinstance(manifest, dict):
+        check_version(manifest.get("format"), MANIFEST_FORMAT, path)
     known = isinstance(manifest, dict) and manifest.get("format") == MANIFEST_FORMAT
     if not known or not isinstance(manifest.get("files"), dict):
         raise RunError(f"{path} is no manifest of this version ({MANIFEST_FORMAT}); {_ANEW}")

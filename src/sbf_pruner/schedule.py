@@ -1,4 +1,4 @@
-"""Phases of a run: their order and lengths.
+"""Phases of a run, their order and lengths, and the formats of the files in its folder.
 
 Used by training and by reports. These have a recipe only as the table stored in the folder of a run, so a mapping
 is all that is needed here.
@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from .criteria import METHODS, OWN
+
+RECIPE_FORMAT = "sbf-pruner recipe 1"
+RUN_FORMAT = "sbf-pruner run 1"  # in summary.json and network.json
 
 Kind = Literal["warmup", "score", "weights", "joint", "finetune", "control"]
 SCORE_KINDS = ("score", "joint")  # kinds of phases that train scores

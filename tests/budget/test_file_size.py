@@ -14,6 +14,7 @@ from sbf_pruner.saving import MODEL, save
 from sbf_pruner.surgery import extract
 from sbf_pruner.training.recording import _size
 from sbf_pruner.utils import files
+from shares import mostly_slow
 from zoo import ZOO
 
 FREE = [
@@ -37,7 +38,7 @@ def test_no_file_is_longer_than_said_and_none_much_shorter(name, tmp_path):
         assert file == saved_bytes(small, inputs, small.sbf_plans[0])
 
 
-@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize("name", mostly_slow(FREE, FREE[::3]))
 def test_a_summary_tells_the_exact_bytes_of_files_that_it_does_not_write(name, tmp_path, monkeypatch):
     model, inputs = ZOO[name]()
     middle = extract(model, inputs, random_plans(trace(model, inputs), 6)[3])

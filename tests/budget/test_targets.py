@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from runs import resnet8
 from sbf_pruner import Scores, load, save
 from sbf_pruner.budget import (
     RANGE,
@@ -38,6 +39,7 @@ from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.surgery import extract
 from sbf_pruner.training import fit, load_recipe
+from shares import mostly_slow
 from zoo import ZOO
 
 IMAGE = torch.zeros(1, 3, 16, 16)
@@ -286,7 +288,7 @@ def test_of_two_ways_through_the_cheap_one_is_the_smallest(wide_first):
 @pytest.mark.parametrize("name", ["macs", "params", "size"])
 def test_the_figure_of_a_refusal_can_be_asked_for(name):
     # Both the amount and the part are rounded up: what they name is there.
-    net = resnet20()
+    net = resnet8()
     with pytest.raises(PruningError, match="cannot be met") as caught:
         Pruner(net, IMAGE, budget=Budget(**{name: 2}))
     amount, part = re.search(
@@ -431,18 +433,18 @@ def test_a_budget_leaves_something(part):
 
 @pytest.mark.parametrize("name", ["NonLocal", "Unused", "AuxiliaryHead", "Recurrent"])
 @pytest.mark.parametrize("of", ["macs", "params"])
-def test_what_no_filter_changes_counts_too(name, of):
+@pytest.mark.parametrize("share", mostly_slow([0.9, 0.8], [0.8]))
+def test_what_no_filter_changes_counts_too(name, of, share):
     """Products of activations, parameters nothing reads, heads of training alone, and sizes the code insists on."""
-    for share in (0.9, 0.8):
-        model, inputs = ZOO[name]()
-        pruner = Pruner(model, inputs, budget=Budget(**{of: share}))
-        dense = getattr(measure(model, inputs), of)
-        assert dense == pruner.selector.whole[of] * (pruner.graph.trace.samples if of == "macs" else 1)
-        for seed in range(2):
-            landing = pruner.selector.choose(scores(pruner.graph, seed))
-            pruner.gate(Plan.from_masks(landing.masks))
-            left = getattr(measure(pruner.extract(), inputs), of)
-            assert left == landing.usage[of] * (pruner.graph.trace.samples if of == "macs" else 1) <= share * dense
+    model, inputs = ZOO[name]()
+    pruner = Pruner(model, inputs, budget=Budget(**{of: share}))
+    dense = getattr(measure(model, inputs), of)
+    assert dense == pruner.selector.whole[of] * (pruner.graph.trace.samples if of == "macs" else 1)
+    for seed in range(2):
+        landing = pruner.selector.choose(scores(pruner.graph, seed))
+        pruner.gate(Plan.from_masks(landing.masks))
+        left = getattr(measure(pruner.extract(), inputs), of)
+        assert left == landing.usage[of] * (pruner.graph.trace.samples if of == "macs" else 1) <= share * dense
 
 
 def test_what_leads_nowhere_is_a_part_of_the_dense_network():
@@ -477,12 +479,12 @@ GUARDED = {
 
 
 @pytest.mark.parametrize("guard", GUARDED)
-@pytest.mark.parametrize("budget", [None, Budget(params=0.7)], ids=["no budget", "a budget"])
+@pytest.mark.parametrize("budget", [None, Budget(params=0.6)], ids=["no budget", "a budget"])
 def test_a_pruner_is_guarded_by_what_it_is_given(guard, budget):
     value, holds = GUARDED[guard]
     kept = {}
     for given in ({}, {guard: value}):
-        pruner = Pruner(resnet20(), IMAGE, budget=budget, constraints=Constraints(**given))
+        pruner = Pruner(resnet8(), IMAGE, budget=budget, constraints=Constraints(**given))
         drawn = torch.rand(len(pruner.gates.soft), generator=torch.Generator().manual_seed(0)) ** 4
         with pruner.scoring(), torch.no_grad():
             pruner.gates.soft.copy_(drawn)
@@ -733,22 +735,24 @@ SHORT = ["data.name=synthetic", "data.samples=320", "data.image_size=8", "data.c
 
 def test_a_run_delivers_the_size_its_recipe_asks_for(tmp_path):
     recipe = load_recipe("digits", [*SHORT, "budget.macs=0.4"])
-    result = fit(resnet20(in_channels=1), recipe, run=tmp_path / "run")
+    result = fit(resnet8(in_channels=1), recipe, run=tmp_path / "run")
     dense, small = (result.summary[which]["macs"] for which in ("dense", "pruned"))
     assert 0.39 < small / dense <= 0.4
     assert measure(result.model, torch.zeros(1, 1, 8, 8)).params == result.summary["pruned"]["params"]
 
 
 def test_a_file_of_the_size_asked_for(tmp_path):
-    recipe = load_recipe("digits", [*SHORT, "budget.size=400e3", "constraints.round_to=2"])
-    fit(resnet20(in_channels=1), recipe, run=tmp_path / "run")
-    assert 0.97 * 400e3 < (tmp_path / "run" / "model.safetensors").stat().st_size <= 400e3
-    widths = [m.out_channels for m in load(tmp_path / "run", lambda: resnet20(in_channels=1)).modules()
+    recipe = load_recipe("digits", [*SHORT, "budget.size=150e3", "constraints.round_to=2"])
+    fit(resnet8(in_channels=1), recipe, run=tmp_path / "run")
+    assert 0.97 * 150e3 < (tmp_path / "run" / "model.safetensors").stat().st_size <= 150e3
+    widths = [m.out_channels for m in load(tmp_path / "run", lambda: resnet8(in_channels=1)).modules()
               if isinstance(m, nn.Conv2d)]  # fmt: skip
     assert all(width % 2 == 0 for width in widths)
 
 
-@pytest.mark.parametrize("asked", [0.999, 0.3, "200kB", "30%", "smallest"])
+@pytest.mark.parametrize(
+    "asked", mostly_slow([0.999, 0.3, "200kB", "30%", "smallest"], ["200kB", "30%", "smallest"])
+)
 def test_a_pruner_keeps_the_file_within_the_size_asked_for(asked, tmp_path):
     net, images = resnet20(), torch.zeros(2, 3, 16, 16)
     dense = extract(net, images, Plan.from_masks(trace(net, images).all_filters()))
@@ -775,11 +779,11 @@ def test_an_impossible_size_is_refused_before_anything_is_written(tmp_path):
         (["budget.macs=1e-5"], "the target of .* macs .* cannot be met"),
         (
             ["budget.size=5e2"],
-            r"the target of 500 bytes \(0.0\d+%\) cannot be met: .* has [\d,]+ bytes",
+            r"the target of 500 bytes \(0\.\d+%\) cannot be met: .* has [\d,]+ bytes",
         ),
     ):
         with pytest.raises(PruningError, match=told):
-            fit(resnet20(in_channels=1), load_recipe("digits", [*SHORT, *sets]), run=tmp_path / "run")
+            fit(resnet8(in_channels=1), load_recipe("digits", [*SHORT, *sets]), run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

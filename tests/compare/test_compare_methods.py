@@ -17,7 +17,14 @@ from sbf_pruner.training import load_recipe, run
 
 SETTINGS = [
     *("data.name=synthetic", "data.samples=64", "data.image_size=8", "data.channels=1", "data.batch_size=16"),
-    *("model.num_classes=4", "phases.warmup=1", "phases.cycles=1", "phases.finetune=1", "scores.lr=1e-3"),
+    *(
+        "model.name=runs:Small",
+        "model.num_classes=4",
+        "phases.warmup=1",
+        "phases.cycles=1",
+        "phases.finetune=1",
+        "scores.lr=1e-3",
+    ),
 ]
 AIMED = ["budget.macs=0.5"]  # what --target macs=0.5 is short for
 WORDS = [word for setting in SETTINGS for word in ("--set", setting)]

@@ -14,21 +14,26 @@ from sbf_pruner.measurement import measure
 from sbf_pruner.plan import Plan
 from sbf_pruner.pruner import record_fixed_sizes
 from sbf_pruner.surgery import extract
+from shares import mostly_slow
 from zoo import ZOO
 
+NETS = sorted(ZOO)
 
-@pytest.mark.parametrize("name", sorted(ZOO))
-def test_the_cost_of_a_plan_is_that_of_the_network_it_makes(name):
+
+@pytest.mark.parametrize(
+    ("name", "plans"), mostly_slow([(n, p) for n in NETS for p in (1, 4)], [(n, 1) for n in NETS[::2]])
+)
+def test_the_cost_of_a_plan_is_that_of_the_network_it_makes(name, plans):
     model, inputs = ZOO[name]()
     graph = trace(model, inputs)
     record_fixed_sizes(model, inputs, graph)
-    for plan in random_plans(graph, 4)[2:]:
+    for plan in random_plans(graph, 2 + plans)[2:]:
         expected = measure(extract(model, inputs, plan, graph), inputs)
         found = network_cost(graph, plan.masks(graph))
         assert (found.params, found.macs) == (expected.params, expected.macs)
 
 
-@pytest.mark.parametrize("name", sorted(ZOO))
+@pytest.mark.parametrize("name", mostly_slow(NETS, NETS[1::4]))
 def test_the_cost_of_a_plan_for_a_network_that_was_cut_before_is_that_of_the_network_it_makes(name):
     model, inputs = ZOO[name]()
     graph = trace(model, inputs)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from cases import traced
 from sbf_pruner.graph import Boundary, FixedSizes, equalize_groups, shrink, solve_layout, trace
 from sbf_pruner.plan import Plan
 from zoo import ZOO
@@ -90,6 +94,28 @@ def test_pinned_operators_get_everything():
 def test_nothing_has_width_zero():
     found = widths("EmptyBranch", {"left.0": [], "right.0": []})
     assert all(before and after for before, after in found.values())
+
+
+# -- what is computed only where something changed -------------------------------------------------------------
+
+
+def random_masks(graph, seed):
+    rng = np.random.default_rng(seed)
+    share = rng.uniform(0, 1.2, len(graph.layers))
+    return {n: rng.random(lr.filters) < p for p, (n, lr) in zip(share, graph.layers.items(), strict=True)}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_what_is_alive_does_not_depend_on_what_was_asked_before(name):
+    graph = traced(name)
+    for seed in range(4):
+        keep = random_masks(graph, seed)
+        if seed == 2:  # nearly the same as before, and some layers are not named
+            keep = dict(list(random_masks(graph, 1).items())[1:])
+        now, anew = graph.flow(keep), dataclasses.replace(graph).flow(keep)
+        assert now.reached == anew.reached
+        for value, mask in anew.alive.items():
+            np.testing.assert_array_equal(now.alive[value], mask)
 
 
 def test_a_mask_may_be_written_to_after_it_was_asked_about():

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 import sbf_pruner as sbf
+from cases import traced
 from sbf_pruner.graph import FilterCosts, trace
 from sbf_pruner.models import resolve
+from shares import mostly_slow
 from zoo import ZOO
 
 
 def relations(name):
-    return trace(*ZOO[name]()).relations
+    return traced(name).relations
 
 
 def test_layers_of_a_residual_stage_share_a_layout():
@@ -49,7 +51,7 @@ def test_followers_are_named_with_those_they_follow(name):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_relation_names_layers_of_the_graph(name):
-    graph = trace(*ZOO[name]())
+    graph = traced(name)
     found = graph.relations
     known = {*graph.layers, *graph.unscored}
     assert set(found.followers) <= set(graph.unscored)
@@ -64,16 +66,19 @@ TRAINING_ONLY = {"AuxiliaryHead"}  # a head that `measure`, in evaluation mode, 
 NOT_COUNTED = {"StoredMap"}  # parameters of no layer with more than one dimension
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if name not in KEPT_WHOLE | TRAINING_ONLY | NOT_COUNTED])
+EXACT = [name for name in ZOO if name not in KEPT_WHOLE | TRAINING_ONLY | NOT_COUNTED]
+
+
+@pytest.mark.parametrize("name", mostly_slow(EXACT, EXACT[::2]))
 def test_a_first_filter_is_worth_what_extraction_saves(name):
     model, inputs = ZOO[name]()
     graph = trace(model, inputs)
     appraiser = FilterCosts(graph)
     whole = {layer: range(each.filters) for layer, each in graph.layers.items()}
-    dense = sbf.measure(sbf.extract(model, inputs, sbf.Plan(whole)), inputs)
+    dense = sbf.measure(sbf.extract(model, inputs, sbf.Plan(whole), graph), inputs)
     for layer in [layer for layer, each in graph.layers.items() if each.filters > 1][:2]:
         plan = sbf.Plan({**whole, layer: whole[layer][1:]})
-        small = sbf.measure(sbf.extract(model, inputs, plan), inputs)
+        small = sbf.measure(sbf.extract(model, inputs, plan, graph), inputs)
         worth = appraiser.first_filter(layer)
         assert (dense.macs - small.macs, dense.params - small.params) == (worth.macs, worth.params), layer
 

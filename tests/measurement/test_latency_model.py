@@ -290,7 +290,7 @@ def test_a_file_gives_the_same_clock_again(graph, blockwise, tmp_path):
     keep = {"layer2.1.conv1": np.arange(32) < 9}
     assert again.ratio(keep) == blockwise.ratio(keep) and again.conditions == blockwise.conditions
     assert again.to_dict() == blockwise.to_dict()
-    assert json.loads((tmp_path / "table.json").read_text())["kind"] == "sbf-pruner latency"
+    assert json.loads((tmp_path / "table.json").read_text())["format"] == "sbf-pruner latency 1"
 
 
 def test_a_pruner_takes_the_file(graph, smooth, tmp_path):
@@ -311,7 +311,7 @@ def first_layer(held):
     ("change", "said"),
     [
         (lambda held: held.update(network="0"), "was measured for another network, or other images"),
-        (lambda held: held.update(kind="plan"), "was not written by `sbf latency`"),
+        (lambda held: held.update(format="sbf-pruner plan 1"), "was not written by `sbf latency`"),
         (lambda held: held.pop("table"), "was not written by `sbf latency`"),
         (lambda held: held.update(table={"a conv": []}), "was not written by `sbf latency`"),
         (lambda held: first_layer(held).clear(), "was not written by `sbf latency`"),

@@ -34,6 +34,7 @@ from sbf_pruner.runtimes import LATENCY_RUNTIMES, RUNTIMES, CapturedNetwork, mak
 from sbf_pruner.surgery import extract
 from sbf_pruner.training import settings
 from sbf_pruner.utils import random_inputs, synchronizer
+from shares import mostly_slow
 
 IMAGE = torch.zeros(1, 3, 16, 16)
 TORCH = Conditions("eager", 2, 1, {"cpu": "an abacus"})
@@ -315,7 +316,7 @@ def test_a_compiled_network_computes_the_same_and_is_compiled_before_it_is_timed
 # -- whole networks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "eager"])
+@pytest.mark.parametrize("runtime", mostly_slow(["onnxruntime", "eager"], ["onnxruntime"]))
 def test_a_plan_is_really_cut_and_timed_beside_the_dense_network(runtime):
     net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3)).eval()
     found = PlanTimer(net, torch.zeros(1, 3, 24, 24), conditions_here(runtime, 16, 1)).interval(

@@ -195,7 +195,7 @@ def killed_after(epochs: int) -> Any:
 
 def recipe_for(path: Path, **changes: Any) -> Any:
     table = {"name": "folder", "path": str(path), "image_size": 8, "channels": 1, "batch_size": 16, "workers": 0}
-    return small_recipe(data={**table, **changes})
+    return small_recipe(data={**table, **changes}, dense_control=False)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -260,7 +260,7 @@ number = 3
 
 def test_a_run_learns_from_datasets_of_the_users(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    net, some = Small(), small_recipe(data={"name": "shades", "batch_size": 16, "workers": 0})
+    net, some = Small(), small_recipe(data={"name": "shades", "batch_size": 16, "workers": 0}, dense_control=False)
     sets = {"train": Shades(64), "test": Shades(32, 0.0)}
     first = fit(net, some, data=sets, run=tmp_path / "first")
     assert first.summary["pruned"]["accuracy"] > 60 and first.summary["data"]["mean"] == []

@@ -10,19 +10,17 @@ import pytest
 import torch
 
 from clocks import clock_of
-from runs import Small, small_recipe
+from runs import Small, resnet8, small_recipe
 from sbf_pruner.budget import Budget, Constraints, Selector
 from sbf_pruner.cli import summary_lines
 from sbf_pruner.errors import PruningError, RunError
 from sbf_pruner.graph import trace
 from sbf_pruner.measurement import CouplingChoice, conditions_here, synthetic_scores
-from sbf_pruner.models import resnet20
 from sbf_pruner.pruner import Pruner
 from sbf_pruner.training import (
     MAX_LANDINGS,
     TOLERANCE,
     LatencyTarget,
-    build_dense,
     fit,
     load_recipe,
     make_plan_timer,
@@ -38,7 +36,7 @@ SUMMARY = {"dense": NETWORK, "pruned": NETWORK, "latency_batch": 1, "layers": {}
 
 
 def scored(budget, constraints=None):
-    net = resnet20()
+    net = resnet8()
     graph = trace(net, IMAGE)
     clock = clock_of(graph)
     pruner = Pruner(net, IMAGE, budget=budget, clock=clock, graph=graph, constraints=constraints)
@@ -205,10 +203,10 @@ def test_what_was_written_is_read_again_and_what_is_damaged_is_one_sentence(tmp_
 
 
 def test_on_another_machine_nothing_is_timed():
-    clock = clock_of(trace(resnet20(), IMAGE))
+    clock = clock_of(trace(resnet8(), IMAGE))
     for runtime in ("eager", "eager:cuda", "one that is not known here"):
         clock.conditions = replace(clock.conditions, runtime=runtime)
-        assert make_plan_timer(clock, resnet20(), IMAGE) is None
+        assert make_plan_timer(clock, resnet8(), IMAGE) is None
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------
@@ -223,9 +221,8 @@ SHORT = [
 
 @pytest.fixture
 def table(tmp_path):
-    recipe = load_recipe("digits", SHORT)
     path = tmp_path / "table.json"
-    clock_of(trace(build_dense(recipe), torch.zeros(1, 1, 8, 8))).write(path)
+    clock_of(trace(resnet8(10, 1), torch.zeros(1, 1, 8, 8))).write(path)
     return path
 
 
@@ -233,7 +230,7 @@ def test_a_run_with_a_table_from_elsewhere_lands_by_prediction_and_says_so(table
     for name in ("HOME", "USERPROFILE"):  # the second is what Windows calls it
         monkeypatch.setenv(name, str(table.parent))
     recipe = load_recipe("digits", [*SHORT, f"latency.table=~/{table.name}"])
-    result = fit(build_dense(recipe), recipe, run=tmp_path / "run")
+    result = fit(resnet8(10, 1), recipe, run=tmp_path / "run")
     found = result.summary["latency"]
     assert found["measured"] is None and found["landings"] == []
     assert 0.485 <= found["foretold"] <= 0.5
@@ -249,7 +246,7 @@ def test_a_run_that_is_killed_while_it_corrects_ends_on_the_same_filters(table, 
 
     def run(name, timer, **named):
         monkeypatch.setattr(networks, "make_plan_timer", lambda clock, net, images: timer(clock))
-        return fit(build_dense(recipe), recipe, run=tmp_path / name, **named)
+        return fit(resnet8(10, 1), recipe, run=tmp_path / name, **named)
 
     def stops(clock):
         truth = slower(clock)
@@ -277,14 +274,14 @@ def test_a_way_is_said_once(table):
     with pytest.raises(
         PruningError, match=r"^latency\.way: .* constraints\.couple or scores\.blocks; set only one of them"
     ):
-        fit(build_dense(recipe), recipe, run=table.parent / "run")
+        fit(resnet8(10, 1), recipe, run=table.parent / "run")
     assert not (table.parent / "run").exists()
 
 
 def test_a_time_that_cannot_be_is_refused_before_anything_is_trained(table):
     recipe = load_recipe("digits", [*SHORT, f"latency.table={table}", "budget.latency=0.0001"])
     with pytest.raises(PruningError, match=r"the target of .* ms \(0.01\d*%\) cannot be met"):
-        fit(build_dense(recipe), recipe, run=table.parent / "run")
+        fit(resnet8(10, 1), recipe, run=table.parent / "run")
     assert not (table.parent / "run").exists()
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sbf_pruner import Constraints
 from sbf_pruner.errors import PruningError, RecipeError
+from sbf_pruner.schedule import RECIPE_FORMAT
 from sbf_pruner.training import (
     DataConfig,
     ModelConfig,
@@ -350,8 +351,13 @@ recipes = st.builds(
 @given(recipes)
 def test_any_recipe_survives_toml(recipe: Recipe) -> None:
     table = tomllib.loads(recipe.to_toml())
-    assert table == recipe.to_dict()
+    assert table == {"format": RECIPE_FORMAT, **recipe.to_dict()}
     assert Recipe.from_dict(table) == recipe
+
+
+def test_a_format_is_checked() -> None:
+    with pytest.raises(RecipeError, match=r"^format: expected 'sbf-pruner recipe 1', got 'toml'; leave it out$"):
+        Recipe.from_dict({"name": "x", "format": "toml"})
 
 
 def test_targets_are_written_with_units_or_without():

@@ -222,7 +222,9 @@ def _record_copy(
 
 
 def _random_states() -> tuple[object, ...]:
-    return random.getstate(), repr(np.random.get_state(legacy=False))
+    state: dict[str, Any] = np.random.get_state(legacy=False)
+    inner = {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in state.pop("state").items()}
+    return random.getstate(), state, inner
 
 
 @contextmanager

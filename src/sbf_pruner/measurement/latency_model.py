@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..budget.controller import LatencyPredictor
-from ..errors import PruningError
+from ..errors import PruningError, check_version
 from ..graph.channel_graph import ChannelGraph
 from ..graph.cost import LaidOut, lay_out
 from ..graph.nodes import Boundary, ChannelMove, Elementwise, Mask, Node
@@ -470,7 +470,7 @@ class Predictor:
         return {index: self.coefficients.get("layers", 0.0) * s for index, s in found.layers[form].items()}
 
 
-KIND = "sbf-pruner latency"
+FORMAT = "sbf-pruner latency 1"
 _REMEDY = "measure again with `sbf latency`"
 BLOCKWISE = ("onnxruntime",)  # runtimes that compute the input channels of a layer in blocks
 
@@ -559,7 +559,7 @@ class LatencyModel:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values."""
         return {
-            "kind": KIND,
+            "format": FORMAT,
             **asdict(self.conditions),
             "network": signature(self.predictor),
             "dense_seconds": self.dense_seconds,
@@ -589,9 +589,11 @@ def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measure
 
     `source` names the origin in error messages.
     """
+    if isinstance(written, dict):
+        check_version(written.get("format"), FORMAT, f"latency.table: {source}")
     try:
-        if written["kind"] != KIND:
-            raise ValueError(written["kind"])
+        if written["format"] != FORMAT:
+            raise ValueError(written["format"])
         table = Table.from_dict(written["table"], written["runtime"] in BLOCKWISE)
         conditions = Conditions(written["runtime"], written["batch"], written["threads"], written["machine"])
         dense = float(written["dense_seconds"])

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..budget.targets import MICROSECONDS
 from ..criteria import METHODS, OWN, describe_method
-from ..errors import RunError
-from ..schedule import SCORE_KINDS, Phase, phases_of
+from ..errors import RunError, check_version
+from ..schedule import RECIPE_FORMAT, RUN_FORMAT, SCORE_KINDS, Phase, phases_of
 from ..utils.files import from_plain, path_exists, read_header, read_records, read_text
 from .inspection import Box, from_json
 
@@ -125,6 +125,7 @@ def _recipe(path: Path) -> Record:
     file = path / "recipe.toml"
     try:
         recipe = tomllib.loads(file.read_text("utf-8"))
+        check_version(recipe.pop("format", None), RECIPE_FORMAT, file)
         phases = {"warmup", "cycles", "score", "weights", "finetune"}
         needed = {"model": {"name"}, "data": {"name"}, "phases": phases}
         if all(keys <= set(recipe[section]) for section, keys in needed.items()):
@@ -145,6 +146,8 @@ def _object(path: Path, *keys: str) -> Record | None:
         found = json.loads(read_text(path))
     except ValueError:
         found = None
+    if isinstance(found, dict):
+        check_version(found.get("format"), RUN_FORMAT, path)
     if not isinstance(found, dict) or not found.keys() >= set(keys):
         raise RunError(f"{path} is damaged; remove it (--resume writes it anew where the run has not ended)")
     return found

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..budget.controller import ResourceWeights, Selector, Steering
 from ..budget.search import Selection
-from ..errors import PruningError
+from ..errors import PruningError, check_version
 from ..graph.channel_graph import ChannelGraph
 from ..graph.nodes import Mask
 from ..utils.distributed import DistributedContext
@@ -230,6 +230,9 @@ class Gradient:
 _DEVICE_FLAGS = ("capturable", "fused", "foreach")  # flags of an optimizer that depend on the device
 
 
+STATE_FORMAT = "sbf-pruner state 1"
+
+
 def check_saved(state: Mapping[str, Any], filters: Mapping[str, int], *, blocks: bool) -> None:
     """Raise a PruningError unless a state is from a pruner with the same layers and the same use of block scores.
 
@@ -237,6 +240,8 @@ def check_saved(state: Mapping[str, Any], filters: Mapping[str, int], *, blocks:
     Traceback (most recent call last):
     sbf_pruner.errors.PruningError: this is not the state of a pruner; give what its state_dict() returned
     """
+    if isinstance(state, Mapping):
+        check_version(state.get("format"), STATE_FORMAT, "the state")
     if not isinstance(state, Mapping) or not {"projection", "held", "scores"} <= state.keys():
         raise PruningError("this is not the state of a pruner; give what its state_dict() returned")
     saved = {name: len(mask) for name, mask in state["held"].items()}

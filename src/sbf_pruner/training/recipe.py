@@ -21,7 +21,8 @@ from typing import Any, Self
 from ..budget.constraints import Constraints
 from ..budget.targets import RESOURCES, Budget
 from ..criteria import METHODS, OWN
-from ..errors import RecipeError, suggestion
+from ..errors import RecipeError, check_version, suggestion
+from ..schedule import RECIPE_FORMAT
 from ..scores.config import Scores
 from ..utils.settings import Section, Setting, describe, merge, setting_field
 
@@ -331,6 +332,11 @@ class Recipe(Section):
         >>> Recipe.from_dict({"name": "x", "model": {"name": "resnet20"}, "data": {"name": "digits"}}).seed
         0
         """
+        table = dict(table)
+        written = table.pop("format", RECIPE_FORMAT)
+        check_version(written, RECIPE_FORMAT, "the recipe")
+        if written != RECIPE_FORMAT:
+            raise RecipeError(f"format: expected {RECIPE_FORMAT!r}, got {written!r}; leave it out")
         recipe = super().from_dict(table)
         for key, value in _settings_of(recipe.method).items():
             section, _, name = key.partition(".")
@@ -339,6 +345,10 @@ class Recipe(Section):
                 conflict = f"{key}: method {recipe.method} requires {value!r}, got {given!r}"
                 raise RecipeError(f"{conflict}; remove {key}, or choose another method")
         return recipe
+
+    def to_toml(self) -> str:
+        """Return the recipe as TOML text, with its format; once parsed, `from_dict` builds an equal recipe."""
+        return f'format = "{RECIPE_FORMAT}"\n{super().to_toml()}'
 
     def __post_init__(self) -> None:
         super().__post_init__()

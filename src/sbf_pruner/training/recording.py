@@ -22,7 +22,7 @@ from ..graph.channel_graph import ChannelGraph, ResidualBlock, additions, is_add
 from ..measurement.counts import Latency, evaluating, latency, measure
 from ..pruner import Pruner
 from ..report.inspection import inspect_model, to_boxes, to_json
-from ..schedule import Phase
+from ..schedule import RUN_FORMAT, Phase
 from ..utils.files import stored_bytes, write_text
 from ..utils.timing import environment
 from .networks import Networks
@@ -53,7 +53,7 @@ class RunRecorder:
             return {"facts": inspected.facts, "boxes": to_json(to_boxes(inspected))}
 
         drawn, why = _try(draw)
-        written = {"environment": environment(self.device), **(drawn or {"undrawn": why})}
+        written = {"format": RUN_FORMAT, "environment": environment(self.device), **(drawn or {"undrawn": why})}
         write_text(self.folder.network, json.dumps(written) + "\n")
 
     def after_epoch(self, phase: Phase, done: int) -> None:

@@ -38,7 +38,7 @@ from ..plan import Plan
 from ..pruner import Pruner
 from ..report import write_own_report
 from ..saving import load, save
-from ..schedule import Phase
+from ..schedule import RUN_FORMAT, Phase
 from ..utils.distributed import DistributedContext
 from ..utils.timing import environment
 from ..utils.user_model import check_model, real_copy
@@ -460,6 +460,7 @@ class Run:
     def _summary(self, small: nn.Module) -> dict[str, Any]:
         before = {"given_accuracy": self.given_accuracy, "warmup_accuracy": self.warmup_accuracy}
         return {
+            "format": RUN_FORMAT,
             **summarize(self.recipe, self.networks, small, self.feed.images, self._judged, before),
             "data": self.told,
             "images": self.counts,

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import RecipeError, RunError
+from ..errors import RecipeError, RunError, check_version
 from ..models import build_network
 from ..saving import load, remove_export
+from ..schedule import RUN_FORMAT
 from ..utils.files import (
     append_text,
     flatten_keys,
@@ -88,6 +89,7 @@ def load_checkpoint(folder: Path, name: str = LAST_CHECKPOINT, remedy: str = REM
     """
     path = Path(folder) / name
     tensors, header = read_tensors(path, remedy)
+    check_version(header.get("format"), _FORMAT, path)
     if header.get("format") != _FORMAT:
         raise RunError(f"{path} is not a checkpoint of this version ({_FORMAT}); {remedy}")
     state = from_plain(header["state"], tensors.__getitem__)
@@ -235,6 +237,8 @@ class RunFolder:
             summary = json.loads(read_text(self.summary))
         except ValueError:
             summary = None
+        if isinstance(summary, dict):
+            check_version(summary.get("format"), RUN_FORMAT, self.summary)
         if not isinstance(summary, dict) or not {"dense", "pruned", "layers"} <= set(summary):
             raise RunError(f"{self.summary} is damaged; remove it and --resume to write it anew")
         return summary

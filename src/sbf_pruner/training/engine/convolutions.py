@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ...errors import RunError
 from ...utils.files import atomic_path
@@ -46,6 +45,8 @@ def store_choice(key: str, choice: str) -> None:
 
 
 def _choice_file(key: str) -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # imports the compiler, which takes seconds
+
     return Path(cache_dir()) / "sbf_pruner" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.txt"
 
 
