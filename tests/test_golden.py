@@ -83,7 +83,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
 
 def test_the_state_of_a_pruner() -> None:
-    pruner = sbf.Pruner(Tiny(), images(), budget=sbf.Budget(macs=0.5), speed=0.05)
+    pruner = sbf.Pruner(Tiny(), images(), budget=sbf.Budget(macs=0.5), scores=sbf.Scores(speed=0.05))
     pruner.load_state_dict(torch.load(GOLDEN / "state.pt", weights_only=True))
     for name, scores in pruner.scores().items():
         assert scores.tolist() == pytest.approx(EXPECTED["state"][name], rel=1e-6)

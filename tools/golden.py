@@ -48,7 +48,7 @@ def scored_pruner() -> sbf.Pruner:
     """A pruner after a few steps of its scores."""
     torch.manual_seed(0)
     model = Tiny()
-    pruner = sbf.Pruner(model, images(), budget=sbf.Budget(macs=0.5), speed=0.05)
+    pruner = sbf.Pruner(model, images(), budget=sbf.Budget(macs=0.5), scores=sbf.Scores(speed=0.05))
     with pruner.scoring():
         for _ in range(3):
             model(images()).square().mean().backward()
