@@ -571,6 +571,13 @@ def test_a_summary_that_cannot_be_drawn_is_no_failure(folder: Path, caplog: pyte
 # -- comparison ----------------------------------------------------------------------------------------------
 
 
+def test_a_comparison_says_which_method_is_not_as_published(run: Run) -> None:
+    amc = dataclasses.replace(run, recipe={**run.recipe, "method": "amc"})
+    page = comparison_page([run, amc])
+    assert "amc (its weights, in layers whose widths are chosen by an agent; not as published yet)." in page
+    assert "Filters chosen by" not in comparison_page([run, run])
+
+
 def test_runs_are_compared(folder: Path, unfinished: Path, tmp_path: Path) -> None:
     small_run(tmp_path / "other", scores={"lr": 3e-3, "penalty": 0.1}, dense_control=False, seed=1)
     runs = [read_run(path) for path in (folder, tmp_path / "other", unfinished)]

@@ -12,6 +12,7 @@ from itertools import chain
 from statistics import fmean, stdev
 from typing import Any
 
+from ..criteria import describe_method
 from ..utils.files import flatten_keys
 from ..utils.formatting import DASH, change, count, milliseconds, percent, scientific, si_number
 from .html import (
@@ -107,7 +108,9 @@ def _table(entries: Sequence[Entry]) -> Figure:
         row.append(scientific(one.run.summary.get("cut_error")) if one.run.summary else DASH)
         rows.append([*row, *_latency_cells(one.run)] if timed else row)
     table = Table(head, rows, words=2)
-    return Figure("table", "All runs", picture=scroll(table.html(), "All runs"), wide=True)
+    methods = dict.fromkeys(one.run.method for one in entries if one.run.method is not None)
+    caption = f"Filters chosen by {', '.join(map(describe_method, methods))}." if methods else ""
+    return Figure("table", "All runs", caption, scroll(table.html(), "All runs"), wide=True)
 
 
 def _latency_cells(run: Run) -> list[str]:
