@@ -1,6 +1,7 @@
 """What all tests share; its place also lets them import `zoo`."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from hypothesis import settings
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+
+# A shell that starts tests in the background makes them ignore SIGINT, and the package keeps an ignored signal so.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny networks: a second thread costs more than it gives.
 torch.set_num_threads(1)
