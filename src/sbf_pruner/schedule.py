@@ -1,7 +1,7 @@
-"""Phases of a run, their order and lengths, and the formats of the files in its folder.
+"""Phases of a run, their order and lengths, and the format strings of the files in its folder.
 
-Used by training and by reports. These have a recipe only as the table stored in the folder of a run, so a mapping
-is all that is needed here.
+Used by training and by reports. Reports read the recipe from the run folder as a nested dict, so `phases_of` takes
+a mapping instead of a `Recipe`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Phase(NamedTuple):
 
     kind: Kind
     cycle: int
-    """Cycle of scores and weights that the phase belongs to, from 1; 0 outside the cycles."""
+    """Number of the cycle that the phase belongs to, counted from 1; 0 if it belongs to none."""
     epochs: int
     first: int
-    """Number of its first epoch in the whole run, from 0."""
+    """Number of the first epoch of the phase, counted from 0 over the whole run."""
 
     @property
     def end(self) -> int:
@@ -48,10 +48,11 @@ class Phase(NamedTuple):
 
 
 def phases_of(recipe: Mapping[str, Any]) -> list[Phase]:
-    """Return the phases of a run in order, without those of no epochs, from its recipe as a table.
+    """Return the phases of a run in order, without those of zero epochs; `recipe` is a result of `Recipe.to_dict`.
 
-    The control is trained for as many epochs as the pruned network in all its phases together. For a method other
-    than the default, the epochs of the cycles all train what the method needs, or are added to fine-tuning.
+    The dense control gets as many epochs as all other phases together. Under a soft method (such as sfp) all epochs
+    of a cycle train weights, under another method that learns scores (such as dmc) all train scores. Under a method
+    that ranks filters once (such as l1) the epochs of the cycles are added to fine-tuning.
 
     >>> lengths = {"warmup": 2, "cycles": 2, "score": 1, "weights": 2, "finetune": 3}
     >>> [(phase.kind, phase.epochs) for phase in phases_of({"phases": lengths, "method": "l1"})]

@@ -1,7 +1,7 @@
 """Build the channel graph of a model: which layers can be pruned, and why the others cannot.
 
-Every layer gets a site for its gate; its channels are then followed from there to see whether a removed one would
-stay zero. The model is not changed.
+For every layer a site for its gate is chosen. Its channels are then followed through the operators after that site,
+to check that a removed channel stays zero. The model is not changed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Ignored = str | nn.Module
 
 
 @gc_disabled()
-@torch.inference_mode(False)  # operators have other names in inference mode
+@torch.inference_mode(False)  # operators are recorded under other names in inference mode
 def trace(model: nn.Module, example_inputs: Any, ignore: Ignored | Sequence[Ignored] = ()) -> ChannelGraph:
     """Find the layers of a model whose filters can be removed exactly, and why the others cannot be pruned.
 
-    `example_inputs` is what one call takes: a tensor, a tuple of positional arguments or a dict of keyword ones; a
-    dict that is itself the argument goes into a tuple, `(batch,)`. `ignore` is a name pattern (`layer4.*`) of
-    layers not to prune, a module of the model, or a sequence of these.
+    `example_inputs` holds the arguments of one call: a tensor, a tuple of positional arguments, or a dict of
+    keyword arguments. To pass a dict as the only argument, put it in a tuple, `(batch,)`. `ignore` is a name
+    pattern (`layer4.*`) of layers not to prune, a module of the model, or a sequence of these.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -71,7 +71,7 @@ def trace(model: nn.Module, example_inputs: Any, ignore: Ignored | Sequence[Igno
 
 
 def _ignore(graph: ChannelGraph, entry: Ignored, model: nn.Module) -> None:
-    """Stop pruning the layers that a name pattern matches, or those in a module of the model."""
+    """Make the layers unprunable that match a name pattern, or that are in a given module of the model."""
     found = {*graph.layers, *graph.unscored}
     if isinstance(entry, nn.Module):
         paths = [f"{path}." if path else "" for path, module in model.named_modules() if module is entry]
@@ -105,7 +105,7 @@ def _protect_divisors(graph: ChannelGraph) -> None:
             protected[name] = undefined[0].at_zero
             del graph.layers[name]
     graph.unscored = protected | graph.unscored
-    # Such an operator can still get a zero if the layers before it keep no filter.
+    # Such an operator can still get a zero if the layers that feed it keep no filter.
     nothing = {name: np.zeros(layer.filters, bool) for name, layer in graph.layers.items()}
     for node in graph.undefined(graph.flow(nothing)):
         node.insists = True
@@ -126,13 +126,13 @@ def _check_changeable(model: nn.Module) -> None:
 
 
 class _LayerFinder:
-    """Find the prunable layers of a wired network, and the reasons for the others."""
+    """Find the prunable layers of a network, and the reasons why the others cannot be pruned."""
 
     def __init__(self, net: NodeBuilder) -> None:
         self.net = net
         self.sites = GateSites(net)
         self.leaves = {path for path, module in net.modules.items() if not list(module.children())}
-        # Nodes that can get a gate without a score, which closes the constants that a norm makes of zeros.
+        # Nodes that can get a gate without a score, so that they do not turn zeros into constants.
         self.closable = {id(m[0]) for at, m in net.main.items() if len(m) == 1 and at not in net.busy}
         self.uses: dict[Value, list[LayerNode]] = defaultdict(list)  # stored tensor -> layers it is a weight of
         for node in net.nodes:
@@ -194,7 +194,7 @@ class _LayerFinder:
         return layers, unscored
 
     def _named(self, module: str) -> str:
-        """Return the graph's name for a module: as before any pruning, and "(model)" for the root."""
+        """Return the name of a module in the graph: its path before any pruning, or "(model)" for the root."""
         return self.net.plain.get(module, module) or "(model)"
 
     def _reason_not_seen(self, path: str, module: nn.Module) -> str:
@@ -228,7 +228,7 @@ class _LayerFinder:
         return "" if module in self.net.main else self._reason_for_no_gate(node, module)
 
     def _reason_for_no_gate(self, node: LayerNode, module: str) -> str:
-        """Return why a layer whose module has no edges gets no gate; "" if the norm behind it can hold one."""
+        """Return why a layer without edges gets no gate, or "" if the norm after it can be gated."""
         call = node.op.call.within(module) if node.op.call is not None else None
         if call is None:
             return f"its weight is used at {node.op.where} outside the module, where no gate can be placed"
@@ -246,7 +246,7 @@ class _LayerFinder:
         return f"{more}; move the layer into a submodule of its own"
 
     def _reason_channels_stay(self, site: Site) -> str:
-        """Follow the gated channels forward; return why a removed one would not stay zero, or "" if it does."""
+        """Return why channels gated at a site cannot be removed, or "" if they stay zero in all later operators."""
         gone: set[Value] = set()
         back: list[tuple[str, Value]] = []
         todo = [e.out for e in site.edges]
@@ -261,7 +261,7 @@ class _LayerFinder:
                 line = f"{node.op.name} at {node.op.where}"
                 if isinstance(node, Boundary):
                     main = self.net.main.get(node.module, [None])[0]
-                    if node.side != "in" or not isinstance(main, LayerNode):  # a layer sums over them
+                    if node.side != "in" or not isinstance(main, LayerNode):  # else a layer sums over the channels
                         todo.append(node.out)
                 elif isinstance(node, Norm):
                     if node.revives and id(node) not in self.closable:
@@ -271,7 +271,7 @@ class _LayerFinder:
                     if node.weight.roots is None:
                         return f"it feeds {line}, whose weight depends on the input"
                 elif isinstance(node, Sum) and max(self.net.grids[node.out], default=1) == 1:
-                    continue  # the sum ends the channels, like a layer
+                    continue  # a sum over all channels: the result has none
                 elif isinstance(node, Product) and node.ends(value):
                     continue
                 elif isinstance(node, Located):
@@ -287,13 +287,13 @@ class _LayerFinder:
                     return node.blocks
                 elif getattr(node, "alive_if", None) is not Alive.ANY or gone.issuperset(node.inputs):
                     todo += node.outputs
-                # Else another operand keeps the channel, and the removed one adds nothing to it.
+                # Else this is a sum in which another operand keeps the channel, and the removed one adds zero.
                 elif isinstance(node, Elementwise) and self._is_all_that_is_learned(node, gone):
                     return "its output, plus the network's input or a stored tensor, is a network output"
         return self._reason_constants_stay(back, gone)
 
     def _is_all_that_is_learned(self, node: Elementwise, gone: set[Value]) -> bool:
-        """Return True if a sum with the input or stored tensors alone reaches an output without another layer."""
+        """Return True if a removed channel is only added to inputs or stored tensors and then output."""
         others = [v for v in node.inputs if v not in gone]
         if any(v.roots is None and max(self.net.grids[v], default=1) > 1 for v in others):
             return False
@@ -311,7 +311,7 @@ class _LayerFinder:
         return False
 
     def _reason_constants_stay(self, back: list[tuple[str, Value]], gone: set[Value]) -> str:
-        """Return why channels revived as constants do harm, or "" if all are multiplied by a removed channel."""
+        """Return why the constants in `back` reach an output or a layer, or "" if all are multiplied by zero."""
         seen: set[int] = set()
         while back:
             reason, value = back.pop()

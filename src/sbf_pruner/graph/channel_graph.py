@@ -1,7 +1,7 @@
-"""The channel graph: prunable layers, where each is gated, and all other layers with reasons.
+"""The channel graph: the prunable layers, the sites of their gates, and why the other layers have no score.
 
-`build.trace` makes a graph from a model. `solve_layout` finds the channels of every tensor in the extracted
-network, and `residual_blocks` the additions of a branch and a shortcut.
+`build.trace` builds the graph of a model. `solve_layout` computes which channels of every tensor the extracted
+network has. `residual_blocks` finds the additions of a branch and a shortcut.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .relations import Relations
 class Site:
     """Where in the model a gate is applied.
 
-    `kind` is "affine" (multiplied into the module's scale and shift), "map" (into its output), "bias" (into its
-    bias) or "sum" (into a sum that the layer's output is added to, where the model has a `GatePoint`). A site
-    without a layer has no score: its gate closes where no live channel arrives, so that a norm or a bias does not
-    turn a dead channel into a constant.
+    `kind` says what the gate is multiplied with: "affine" (the module's scale and shift), "map" (its output),
+    "bias" (its bias) or "sum" (the sum of the layer's output and others, where the model has a `GatePoint`). A site
+    without a layer has no score: its gate closes for every dead input channel, so that a norm or a bias does not
+    turn it into a constant.
     """
 
     module: str
@@ -38,7 +38,7 @@ class Site:
     edges: tuple[Boundary, ...] = field(default=(), repr=False, compare=False)
 
     def open(self, flow: Flow) -> Mask:
-        """Return the mask of the gates that are open under the given flow."""
+        """Return the mask `(channels,)` of open gates: of the channels that are alive at the site in any call."""
         return np.logical_or.reduce([flow.alive[e.out].reshape(-1) for e in self.edges])
 
 
@@ -48,12 +48,12 @@ class Layer:
 
     name: str
     filters: int
-    kind: str  # the module's class
+    kind: str  # the module's class name
     weight: str  # the parameter's qualified name
     map_size: tuple[int, ...]  # spatial size of the input; () for a linear layer
     groups: int
     site: Site
-    unit: int = 1  # filters removed only together, because a norm shares their statistics
+    unit: int = 1  # consecutive filters that share a norm's statistics and are only removed together
     nodes: tuple[LayerNode, ...] = field(default=(), repr=False, compare=False)
 
 
@@ -61,7 +61,8 @@ class Layer:
 class FixedSizes:
     """Operators and module calls that keep all channels, because the model's own code fixes sizes there.
 
-    Of a call in `whole`, these are its inputs and the operators that the module runs itself, not in its children.
+    `positions` are indices of operators in `Trace.ops`. A call in `whole` keeps all channels of its inputs and of
+    the operators that the module itself runs, but not of those that its submodules run.
     """
 
     positions: set[int] = field(default_factory=set)
@@ -70,44 +71,44 @@ class FixedSizes:
 
 @dataclass
 class ChannelGraph:
-    """What the operators of a model do to channels, and which layers can be pruned; made by `trace`.
+    """How the operators of a model treat channels, and which layers can be pruned; returned by `trace`.
 
     Every convolution and linear layer of the model is in exactly one of `layers`, which can be pruned, `followers`,
-    which lose filters when others do, and `skipped`, which keep all their filters.
+    which lose filters with other layers, and `skipped`, which keep all their filters.
     """
 
     layers: dict[str, Layer]
-    unscored: dict[str, str]  # all other layers -> why they have no score of their own
+    unscored: dict[str, str]  # every other layer -> why it has no score of its own
     sites: list[Site]
     nodes: list[Node] = field(repr=False)
     grids: Grids = field(repr=False)
     trace: Trace = field(repr=False)
     outputs: list[Value] = field(repr=False)
     entries: dict[Call, tuple[Value, ...]] = field(repr=False)  # inputs of every module call
-    # Found by earlier extractions.
+    # Sizes that earlier extractions found fixed in the model's code.
     pinned: FixedSizes = field(default_factory=FixedSizes, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # The masks of the last call of `_alive`, and its result.
+        # Argument (masks as bytes) and result of the last call of `_alive`.
         self._last_alive: tuple[dict[str, bytes], Flow] = {}, Flow(self._given, reached=set(self.trace.inputs))
 
     @cached_property
     def relations(self) -> Relations:
-        """How the layers are coupled."""
+        """Coupling between the layers."""
         return Relations(self)
 
     @property
     def followers(self) -> dict[str, tuple[str, ...]]:
-        """Layers without scores that lose filters when others do, each with those others."""
+        """Layers without scores that lose filters with other layers, mapped to the names of those layers."""
         return self.relations.followers
 
     @cached_property
     def skipped(self) -> dict[str, str]:
-        """Layers that keep all their filters, each with the reason."""
+        """Layers that keep all their filters, mapped to the reason."""
         return {name: reason for name, reason in self.unscored.items() if name not in self.followers}
 
     def flow(self, keep: Mapping[str, Mask]) -> Flow:
-        """Compute liveness and need of every channel when each layer has only the given filters."""
+        """Return which channels are alive and which are needed when each layer keeps only the given filters."""
         flow = self._alive(keep)
         for value in self.outputs:
             flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
@@ -116,9 +117,9 @@ class ChannelGraph:
         return flow
 
     def _alive(self, keep: Mapping[str, Mask]) -> Flow:
-        """Compute what is alive, and what the inputs reach, when each layer has only the given filters.
+        """Return a flow with alive channels and tensors that depend on the network's inputs, but without need.
 
-        Consecutive calls usually differ little: a node whose gate and inputs are as in the last call is skipped.
+        Nodes whose gate and inputs have not changed since the last call (usually most) are not computed again.
         """
         gates = {name: mask.tobytes() for name, mask in keep.items()}
         before, last = self._last_alive
@@ -145,7 +146,7 @@ class ChannelGraph:
         return Flow(flow.alive, reached=flow.reached)
 
     def carried(self, origin: Mapping[str, Mask]) -> Flow:
-        """Compute which channels the given filters reach; they are alive, and all other gated layers dead."""
+        """Return the flow in which the given filters are alive and all other filters of gated layers are dead."""
         flow = Flow(dict(self._given))
         for node in self.nodes:
             node.push(flow)
@@ -156,9 +157,9 @@ class ChannelGraph:
         return flow
 
     def alive_regardless_of(self, layers: Collection[str]) -> Flow:
-        """Compute what stays alive whichever filters the given layers lose: their gates are closed.
+        """Return the flow with all gates of the given layers closed: its alive channels are alive in every plan.
 
-        But every convolution, linear layer and sum over channels is taken to keep an input.
+        Layers that are not depthwise, and sums over all channels, are assumed to keep an alive input channel.
         """
         flow = Flow(dict(self._given))
         for node in self.nodes:
@@ -171,7 +172,7 @@ class ChannelGraph:
         return flow
 
     def undefined(self, flow: Flow) -> list[Elementwise]:
-        """Return the operators that get a zero where they have no value or gradient, but not with all filters."""
+        """Return the operators whose value or gradient is undefined for a removed channel that they read."""
         whole = self._whole.alive
         return [n for n in self.avoiding if any((whole[v] & ~flow.alive[v]).any() for v in n.avoiding)]
 
@@ -191,7 +192,7 @@ class ChannelGraph:
 
     @cached_property
     def ties(self) -> list[Callable[[Layout], None]]:
-        """Constraints between the layouts of the tensors: functions that add the channels that must be present."""
+        """Constraints on a layout: functions that add the channels that must be present to it."""
         ties = [node.tie for node in self.nodes]
         shared = _calls_of_one_module(self.nodes, self.grids)
         return [*ties, *reversed(ties), *(partial(Layout.tie, ends=ends) for ends in shared)]
@@ -201,15 +202,15 @@ class ChannelGraph:
         return {name: np.ones(layer.filters, bool) for name, layer in self.layers.items()}
 
     def settle(self, keep: Mapping[str, Mask]) -> dict[str, Mask]:
-        """Return the filters that remain once those without live input, and those that nothing needs, are removed.
+        """Return masks of the kept filters after removing those without alive input and those that are not needed.
 
-        A grouped convolution keeps equally many filters in each remaining group, as many as the fullest one.
-        Filters that share the statistics of a group norm stay together.
+        A grouped convolution keeps the same number of filters in each remaining group, that of the largest one.
+        If a filter is kept, so are those that share the statistics of a group norm with it.
         """
         return self.settled(keep)[0]
 
     def settled(self, keep: Mapping[str, Mask]) -> tuple[dict[str, Mask], Flow]:
-        """Return the result of `settle` and the flow under it."""
+        """Return the masks of `settle` and the flow for these masks."""
         kept = self.all_filters() | {n: np.asarray(m, bool) for n, m in keep.items()}
         for _ in range(len(self.layers) + 2):
             flow = self.flow(kept)
@@ -225,17 +226,17 @@ class ChannelGraph:
             if (wanted := edge.wanted(flow)) is not None:
                 left |= wanted.reshape(-1)
         left = whole_groups(left & before, layer.unit)
-        if layer.site.kind != "sum":  # else the sum may be alive without this filter
+        if layer.site.kind != "sum":  # a gate after a sum stays open if another operand is alive
             left &= np.logical_or.reduce([n.fed(flow) for n in layer.nodes])
         if layer.groups > 1 and left.any():
             rows = left.reshape(layer.groups, -1)
-            # Where the inputs cannot be removed, such as those of the network, no group can.
+            # If input channels cannot be removed, such as those of the network's input, no group can be removed.
             whole = any(self.grids[n.x][1] < n.x.shape[1] for n in layer.nodes)
             left = equalize_groups(rows, some(rows, 1) | whole).reshape(-1)
         return left
 
     def connected(self, keep: Mapping[str, Mask]) -> bool:
-        """Return True if outputs depend on the inputs as with all filters, and no operator is undefined."""
+        """Return True if no output lost its dependence on the inputs, and `undefined` finds no operator."""
         flow = self._alive(keep)
         return self._led <= flow.reached and not self.undefined(flow)
 
@@ -247,13 +248,13 @@ class ChannelGraph:
     def disconnecting_layers(self, keep: Mapping[str, Mask], order: Sequence[str] = ()) -> list[str]:
         """Return a minimal set of layers that must keep more filters for the network to be connected.
 
-        Layers early in `order` are dropped from the set first.
+        To make the set minimal, layers are dropped from it where possible, in the given order.
         """
         if self.connected(keep):
             return []
         short = [n for n, m in keep.items() if not m.any()]
         restored = dict(keep) | {n: np.ones(len(keep[n]), bool) for n in short}
-        if not self.connected(restored):  # kept channels do not meet: a * b, groups
+        if not self.connected(restored):  # operands of a product, say, keep different channels
             short = [n for n, m in keep.items() if not m.all()]
             restored = dict(keep) | {n: np.ones(len(keep[n]), bool) for n in short}
         for name in (n for n in (order or short) if n in short):
@@ -263,7 +264,7 @@ class ChannelGraph:
         return [n for n in short if restored[n] is not keep[n]]
 
     def check_connected(self, keep: Mapping[str, Mask]) -> None:
-        """Raise a PlanError naming the layers if an output is cut off or an operator is undefined."""
+        """Raise a PlanError that names the layers to blame if the network is not `connected`."""
         culprits = self.disconnecting_layers(keep)
         if culprits:
             names = ", ".join(culprits[:5]) + (" ..." if len(culprits) > 5 else "")
@@ -283,8 +284,8 @@ class ChannelGraph:
 def solve_layout(graph: ChannelGraph, flow: Flow, fixed: FixedSizes | None = None) -> Layout:
     """Return the smallest layout in which every operator can run.
 
-    It starts with the channels that are alive and needed and grows along the graph: both operands of an addition
-    share one layout, operand and result of a view are boxes, the halves of a chunk are equally large.
+    Alive and needed channels are present, and those that operators also require: both operands of an addition share
+    one layout, operand and result of a view have one mask per dimension, the halves of a chunk have equal sizes.
     """
     layout = Layout(graph.grids)
     for value in graph.grids:
@@ -294,7 +295,7 @@ def solve_layout(graph: ChannelGraph, flow: Flow, fixed: FixedSizes | None = Non
     if fixed is not None:
         _fill_fixed(graph, layout, fixed)
     _grow(graph, layout)
-    for value in graph.grids:  # only now, or it would remain beside channels that constraints add
+    for value in graph.grids:  # after the constraints: an earlier placeholder would stay if they add channels
         if value.kind == "result":
             _add_placeholder(layout, value)
     _grow(graph, layout)
@@ -302,7 +303,7 @@ def solve_layout(graph: ChannelGraph, flow: Flow, fixed: FixedSizes | None = Non
 
 
 def _grow(graph: ChannelGraph, layout: Layout) -> None:
-    # Several passes, because the channels that a grouped convolution adds depend on those already there.
+    # Several passes, because the channels that a grouped convolution adds depend on those already present.
     while layout.changed:
         layout.changed = False
         for tie in graph.ties:
@@ -310,7 +311,7 @@ def _grow(graph: ChannelGraph, layout: Layout) -> None:
 
 
 def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[tuple[Value, int]]]:
-    """Inputs, and outputs, of the calls of a module that is called several times: each must have one layout."""
+    """Return lists of dimensions that share a layout: of the inputs, or outputs, of all calls of one module."""
     ends: dict[tuple[str, str], list[tuple[Value, int]]] = defaultdict(list)
     for node in nodes:
         if isinstance(node, Boundary):
@@ -323,15 +324,15 @@ def _calls_of_one_module(nodes: Sequence[Node], grids: Grids) -> list[list[tuple
 
 
 def _fill_fixed(graph: ChannelGraph, layout: Layout, fixed: FixedSizes) -> None:
-    """Keep all channels where the model's own code fixes sizes."""
+    """Add all channels to the layout where the model's own code fixes sizes."""
     calls = {node.op.call for node in graph.nodes if node.op.position in fixed.positions} - {None}
     for node in graph.nodes:
-        # The edges of a pinned operator's module are filled too: what it gets may depend on channels outside.
+        # Edges of the operator's module are filled too: its input may depend on channels outside the module.
         edge = isinstance(node, Boundary) and node.op.call in calls
         inside = node.op.position >= 0 and node.op.call in fixed.whole
         if node.op.position in fixed.positions or edge or inside:
             for value in (*node.inputs, *node.outputs):
-                # A walled edge of a module keeps hard-coded sizes away from the tensor outside.
+                # At a `walled` edge, hard-coded sizes do not apply to the tensor outside the module.
                 if not (isinstance(node, Boundary) and node.walled and (value is node.x) == (node.side == "in")):
                     layout.fill(value)
     for call in fixed.whole:
@@ -340,14 +341,14 @@ def _fill_fixed(graph: ChannelGraph, layout: Layout, fixed: FixedSizes) -> None:
 
 
 def _add_placeholder(layout: Layout, value: Value) -> None:
-    """Keep one channel, as zeros, where all are gone, because no tensor may have width zero."""
+    """Keep one channel of zeros along each dimension that lost all channels, because no size may be zero."""
     for dim, mask in enumerate(layout.masks[value]):
         if mask is not None and not np.count_nonzero(mask):
             layout.add(value, dim, np.arange(len(mask)) == 0)
 
 
 def vanished(graph: ChannelGraph, flow: Flow) -> set[str]:
-    """Return the modules whose outputs are dead or not needed in all of their calls."""
+    """Return the modules without an output channel that is alive and needed in any of their calls."""
     wanted: dict[str, bool] = defaultdict(bool)
     for node in graph.nodes:
         if isinstance(node, Boundary) and node.side == "out":
@@ -370,9 +371,9 @@ class ResidualBlock:
 def residual_blocks(graph: ChannelGraph) -> list[ResidualBlock]:
     """Return the residual blocks of a network, in the order of execution.
 
-    The operand of an addition with more layers since the last common origin of both is the branch `f(x)`, the other
-    the shortcut `x`. With equally many (parallel branches) there is no shortcut, and the addition is no residual
-    block. Module names are not used.
+    Both operands of the addition depend on a common tensor. The operand computed with more layers that the other
+    does not depend on is the branch `f(x)`, the other one the shortcut `x`. If both have equally many such layers
+    (parallel branches), the addition is no residual block. Module names are not used.
 
     >>> import torch
     >>> from .build import trace
@@ -409,7 +410,7 @@ def residual_blocks(graph: ChannelGraph) -> list[ResidualBlock]:
 
 
 def additions(ops: list[Op]) -> list[Op]:
-    """Return the operators that add two feature maps, by the test that is used at run time (`is_addition`)."""
+    """Return the operators that add two feature maps: those for which `is_addition`, used at run time, is true."""
     return [op for op in ops if len(op.inputs) == 2 and is_addition(op.name, *(v.shape for v in op.inputs))]
 
 
@@ -426,7 +427,7 @@ class _Walk:
         self.maker = {value: at for at, node in reversed([*enumerate(graph.nodes)]) for value in node.outputs}
 
     def owner(self, value: Value) -> str:
-        """Return the prunable layer whose filters are the channels of a tensor, each in its own place, or ""."""
+        """Return the prunable layer whose filters are the channels of a tensor, at the same indices, or ""."""
         while value in self.maker:
             node: Node = self.graph.nodes[self.maker[value]]
             if isinstance(node, LayerNode):

@@ -1,8 +1,8 @@
-"""Parameters, MACs and bytes of a network that keeps the given filters, and of one filter, without extracting it.
+"""Compute parameters, MACs and bytes of the extracted network, and of one filter, without extracting it.
 
-Costs are counted on the layout that surgery would cut, so they equal those of the extracted network, including
-products of activations and parameters that nothing reads. Where the model's own code fixes sizes, surgery keeps
-more channels; how many is known only from earlier extractions with the same graph (`ChannelGraph.pinned`).
+Costs are computed from the layout that surgery uses, so they equal those of the extracted network, including
+products of activations and unused parameters. Where the model's own code fixes sizes, surgery keeps more channels;
+these are counted only if an earlier extraction with the same graph found them (`ChannelGraph.pinned`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from .records import Op, Trace, Value
 
 @dataclass(frozen=True)
 class Cost:
-    """Number of parameters, MACs of one pass over the example inputs in evaluation mode, and bytes of the
-    parameters and buffers that are used."""
+    """Number of parameters, MACs and bytes of a network."""
 
     params: int
-    macs: int
-    size: int = 0
+    macs: int  # of one pass over the example inputs in evaluation mode
+    size: int = 0  # bytes of the parameters and buffers that are used
 
 
 def network_cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
@@ -49,22 +48,22 @@ def network_cost(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Cost:
 
 @dataclass(frozen=True)
 class LaidOut:
-    """Result of a choice of filters: filters kept, liveness and need, layout, and modules that vanish."""
+    """Layout of the extracted network for a choice of filters."""
 
-    keep: dict[str, Mask]
+    keep: dict[str, Mask]  # the result of `ChannelGraph.settle`
     flow: Flow
     layout: Layout
-    gone: set[str]
+    gone: set[str]  # the result of `vanished`
 
 
 def lay_out(graph: ChannelGraph, keep: Mapping[str, Mask]) -> LaidOut:
-    """Lay a network out as surgery would, or larger: sizes that any earlier extraction found fixed stay fixed."""
+    """Compute the layout that surgery uses, or a larger one: sizes that any earlier extraction found stay fixed."""
     left, flow = graph.settled(keep)
     return LaidOut(left, flow, solve_layout(graph, flow, graph.pinned), vanished(graph, flow))
 
 
 def cost_of(graph: ChannelGraph, laid: LaidOut) -> Cost:
-    """Return the cost of a network that was laid out."""
+    """Return the cost of the network with the given layout."""
     macs = _fixed_macs(graph)
     for node in graph.nodes:
         if node.op.position in graph.trace.added:
@@ -87,7 +86,7 @@ def _cost(trace: Trace, entries: Mapping[str, int], macs: int) -> Cost:
 
 
 def whole_cost(graph: ChannelGraph) -> Cost:
-    """Return the cost of the unpruned network, with layers that lead to no output, which surgery leaves out.
+    """Return the cost of the unpruned network, including layers that no output depends on (surgery omits them).
 
     >>> import torch
     >>> from torch import nn
@@ -102,7 +101,7 @@ def whole_cost(graph: ChannelGraph) -> Cost:
 
 
 def entries_left(graph: ChannelGraph, laid: LaidOut) -> dict[str, int]:
-    """Return the number of entries of every parameter and buffer that is left."""
+    """Return the number of entries of every parameter and buffer of the extracted network."""
     layers = [node for node in graph.nodes if isinstance(node, LayerNode) and node.groups > 1 and node.stored]
     grouped = {node.weight: node for node in layers}
     found: dict[str, int] = {}
@@ -119,19 +118,19 @@ def entries_left(graph: ChannelGraph, laid: LaidOut) -> dict[str, int]:
 
 
 def _products(node: LayerNode, layout: Layout) -> int:
-    """Products that a layer computes per pixel of its output, which are the entries of its weight."""
+    """Return the multiplications of a layer per output pixel, which are as many as the entries of its weight."""
     per_group = layout.sizes(node.x)[1] // groups_left(node, layout)
     return per_group * layout.sizes(node.out)[1] * math.prod(node.weight.shape[2:])
 
 
-# Operators that torch's FLOP counter counts by their shapes alone.
+# Operators whose FLOPs torch's counter computes from shapes alone.
 _PRODUCTS = {f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
 _PRODUCTS |= {f"aten._scaled_dot_product_{name}_attention" for name in ("efficient", "flash", "cudnn")}
 _FIXED: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 
 
 def _fixed_macs(graph: ChannelGraph) -> int:
-    """MACs of operators that keep all channels, such as attention over several heads."""
+    """Return the MACs of operators that keep all channels, such as attention over several heads."""
     if graph.trace not in _FIXED:
         counted = {node.op.position for node in graph.nodes if isinstance(node, (LayerNode, Product))}
         counted |= graph.trace.added
@@ -162,11 +161,11 @@ class Savings:
 
 
 class FilterCosts:
-    """Compute what removing a single filter saves.
+    """Compute the MACs and parameters that removing a single filter saves.
 
-    That is the difference between the networks extracted with the filters `keep` and with all of them but one.
-    Modules that surgery leaves unchanged, and products of activations whose result is added to others, are counted
-    by liveness alone.
+    They are the difference between the networks extracted with the filters `keep` and with all of these but one.
+    Modules that surgery leaves unchanged, and products of activations whose result is added to other tensors, are
+    counted from liveness and need, without a layout.
 
     >>> import torch
     >>> from torch import nn
@@ -181,7 +180,7 @@ class FilterCosts:
         self.keep = keep or {}
         self._whole = graph.flow(self.keep)
         self._outputs = set(graph.outputs)
-        self._gates: dict[str, list[int]] = defaultdict(list)  # indices of nodes, here and below
+        self._gates: dict[str, list[int]] = defaultdict(list)  # layer -> indices of nodes, as below
         self._readers: dict[Value, list[int]] = defaultdict(list)
         self._makers: dict[Value, int] = {}
         for index, node in enumerate(graph.nodes):
@@ -197,15 +196,15 @@ class FilterCosts:
         self._before = {module: filter_cost_of_runs(runs, self._whole) for module, runs in self._runs.items()}
 
     def first_filter(self, name: str) -> Savings:
-        """Return what removing the first filter of a layer saves, other layers unchanged."""
+        """Return what removing the first filter of a layer saves if all other layers keep theirs."""
         return self.filter(name, 0)
 
     def filter(self, name: str, place: int) -> Savings:
-        """Return what removing one filter of a layer saves, other layers unchanged."""
+        """Return what removing the filter at index `place` of a layer saves if all other layers keep theirs."""
         layer = self.graph.layers[name]
         reads_inputs = any(self.graph.grids[node.x][1] < node.x.shape[1] for node in layer.nodes)
         in_group = layer.groups > 1 and (layer.filters > layer.groups or reads_inputs)
-        if in_group or layer.unit > 1:  # groups stay equal or share statistics: none goes alone
+        if in_group or layer.unit > 1:  # groups keep equal sizes or share statistics, so none is removed alone
             return Savings(0, 0)
         left = self.keep.get(name, np.ones(layer.filters, bool)).copy()
         left[place] = False
@@ -219,13 +218,13 @@ class FilterCosts:
         return Savings(macs, params)
 
     def _flow(self, keep: Mapping[str, Mask], name: str) -> tuple[Flow, set[Value]]:
-        """Return the flow when one layer keeps other filters, and the tensors whose masks differ.
+        """Return the flow for `keep`, which differs from `self.keep` in layer `name` only, and the changed tensors.
 
-        The result equals that of `ChannelGraph.flow`, but only what changed is computed.
+        The flow equals that of `ChannelGraph.flow`, but only the masks that change are computed.
         """
         nodes, whole, changed = self.graph.nodes, self._whole, set[Value]()
         flow = Flow(dict(whole.alive), dict(whole.needed))
-        stale: set[Value] = set()  # values whose need has to be collected again
+        stale: set[Value] = set()  # tensors whose needed channels have to be computed again
         todo = list(self._gates[name])
         for index in _in_order(todo):
             node = nodes[index]
@@ -246,7 +245,7 @@ class FilterCosts:
                 if value in self._outputs:
                     flow.needed[value] = whole.needed[value]
                 for reader in self._readers[value]:
-                    nodes[reader].pull(flow)  # adds nothing to the need of its other inputs
+                    nodes[reader].pull(flow)  # does not change the needed channels of its other inputs
                 if before is not None and not np.array_equal(before, flow.needed.get(value, False)):
                     changed.add(value)
                     stale.update(node.inputs)
@@ -264,7 +263,7 @@ class FilterCosts:
 
 
 def _in_order(todo: list[int]) -> Iterator[int]:
-    """Pop the entries of a heap in order, each once; larger ones may be pushed in the meantime."""
+    """Pop and yield the entries of a heap in ascending order, each once; larger ones may be pushed meanwhile."""
     last: int | None = None
     while todo:
         index = heappop(todo)
@@ -274,7 +273,7 @@ def _in_order(todo: list[int]) -> Iterator[int]:
 
 
 def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Savings:
-    """Return the cost of one layer, norm or bare parameter over all its calls, for channels alive and needed."""
+    """Return the cost of a layer, norm or elementwise parameter in all its calls, for alive and needed channels."""
     first = runs[0]
     if isinstance(first, Elementwise):
         wanted = first.wanted(flow)
@@ -291,7 +290,7 @@ def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Savings:
     calls = [run for run in runs if isinstance(run, LayerNode)]
     read = _channels([run.x for run in calls], flow)
     rows, columns = written.reshape(first.groups, -1), read.reshape(first.groups, -1)
-    # All groups that are left are as wide as the fullest one.
+    # All remaining groups have as many filters as the largest one.
     filters = int(rows.any(1).sum()) * int(rows.sum(1).max())
     # A computed weight keeps all its inputs, because it may be normalized over them.
     inputs = int(columns.sum(1).max()) if first.stored or not filters else columns.shape[1]
@@ -306,13 +305,13 @@ def filter_cost_of_runs(runs: Sequence[Node], flow: Flow) -> Savings:
 
 
 def _filter_cost_of_products(nodes: Sequence[Product], flow: Flow) -> Savings:
-    """Return the cost of matrix products and of the parameters that they multiply by."""
+    """Return the MACs of matrix products, and the parameters among their operands."""
     macs, stored = 0, dict[Value, int]()
     for node in nodes:
         sides = {value: _sizes(value, flow) for value in (node.left, node.right)}
         (_, rows, terms), (_, others, columns) = sides[node.left], sides[node.right]
         macs += node.out.shape[0] * rows * min(terms, others) * columns
-        for root, value in _stored(node):  # the operand may be reshaped, or repeated for every sample
+        for root, value in _stored(node):  # the operand may be a reshaped or repeated parameter
             left = math.prod(root.shape) * math.prod(sides[value]) // math.prod(value.shape)
             stored[root] = max(stored.get(root, 0), left)
     return Savings(macs, sum(stored.values()))
@@ -333,7 +332,7 @@ def _sizes(value: Value, flow: Flow) -> list[int]:
 
 
 def _channels(values: Sequence[Value], flow: Flow) -> Mask:
-    """Return the channels that are alive and needed in any of these tensors."""
+    """Return the mask `(channels,)` of the channels that are alive and needed in any of these tensors."""
     masks = [np.zeros(values[0].shape[1], bool)]
     for value in values:
         if (wanted := flow.wanted(value)) is not None:

@@ -1,6 +1,6 @@
-"""Choose where each layer's gate is applied: at the first norm behind it, behind a sum, or at the layer itself.
+"""Choose where each layer's gate is applied: at the norm that reads its output, after a sum, or at the layer.
 
-Norms and biases without a score that would turn a removed channel into a constant get a gate as well.
+Other norms and biases that would turn a removed channel into a constant get a gate without a score.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .wiring import NodeBuilder
 
 
 class GateSites:
-    """Finds the gate sites of one network."""
+    """Choose the gate sites of one network."""
 
     def __init__(self, net: NodeBuilder) -> None:
         self.net = net
         self._norms = {id(n): module for module, mains in net.main.items() for n in mains if isinstance(n, Norm)}
 
     def of(self, module: str, layer: str) -> Site:
-        """Return a layer's site: the first norm behind it if that alone reads its output, else the layer itself.
+        """Return a layer's site: the norm that is the only reader of its output, or the layer if there is none.
 
-        If the model has a `GatePoint` behind the sum that comes next, the gate is applied there instead.
+        If that site's output is only read by a sum with a `GatePoint` after it, the gate is applied there instead.
         """
         norm = self.norm_after(module)
         behind = self._behind_sum(norm or module)
@@ -36,7 +36,7 @@ class GateSites:
         return self._site(module, "map", layer) if norm is None else self._norm_site(norm, layer)
 
     def followers(self, gated: set[str]) -> list[Site]:
-        """Return sites without a score: norms and biases of depthwise convolutions that dead channels may reach.
+        """Return sites without a score: norms, and biases of depthwise convolutions, whose input may be dead.
 
         Sets `revives` of their nodes to False. `gated` are the modules that have a site already.
         """
@@ -45,7 +45,7 @@ class GateSites:
             if module in gated or others or module in self.net.busy:
                 continue
             if isinstance(main, Norm):
-                # Not if the norm is over the network's input, whose channels stay.
+                # A norm of the network's input needs no gate, because channels of the input are not removed.
                 if main.revives and self.net.grids[main.x][1] == main.x.shape[1]:
                     sites.append(self._norm_site(module, ""))
                     main.revives = False
@@ -63,9 +63,9 @@ class GateSites:
         affine = [v.name for v in args[1:3] if isinstance(v, Value)]
         names = tuple(name.rpartition(".")[2] for name in affine)
         has_running = isinstance(args[3], Value)
-        # Without a stored scale there is nothing to fold a gate into. Running statistics without a shift would
-        # still turn a zero into a constant. A busy module makes something of a zero behind its norm, so the gate
-        # must come after that.
+        # A gate can only be folded into a stored scale and shift. With running statistics but no shift, a channel
+        # of zeros would still become a constant. Modules in `busy` turn a zero after their norm into nonzero
+        # output, so the gate is applied to that output.
         stored = affine == [f"{module}.{name}".lstrip(".") for name in names]
         foldable = stored and (len(names) == 2 or (len(names) == 1 and not has_running))
         if foldable and module not in self.net.busy:
@@ -83,7 +83,7 @@ class GateSites:
         return self.net.main.get(module) or self.net.inner[module]
 
     def _behind_sum(self, module: str) -> Boundary | None:
-        """Return the `GatePoint` behind the sum that a module's output goes into, if it is not taken yet."""
+        """Return the unused `GatePoint` after the sum that alone reads a module's output, or None."""
         edges = self.net.edges[module, "out"]
         node: Node | None = edges[0] if len(edges) == 1 else None
         while node is not None:

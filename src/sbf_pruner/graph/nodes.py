@@ -1,10 +1,11 @@
-"""Node types of the channel graph: how liveness passes through each operator, and which layouts it constrains.
+"""Node types of the channel graph: how each operator propagates liveness and need, and constrains layouts.
 
-A tensor's *grid* is its shape with 1 in the dimensions along which channels do not differ. Small boolean arrays
-over it say which channels are *alive* (may be non-zero) and *needed* (some output depends on them); the *layout*,
-one mask per dimension, says which are present in the extracted network. `push` carries alive forward, `pull` needed
-backward, and `tie` grows layouts until the operator itself, run on the smaller tensors, gives the same result. Only
-a `Boundary` leaves layouts free, because a remap can be inserted there. Layouts never shrink.
+Boolean masks say which channels of a tensor are *alive* (may be nonzero) and *needed* (some output depends on
+them). The shape of a tensor's masks is its *grid*: the tensor's shape with 1 in the dimensions along which channels
+do not differ, such as `(1, C, 1, 1)`. The *layout*, one mask per dimension, says which channels are present in the
+extracted network. `push` propagates liveness forward, `pull` propagates need backward, and `tie` adds channels to
+layouts until the operator, run on the smaller tensors, gives the same result. Only a `Boundary` allows different
+layouts of its input and output, because a remap can be inserted there. Layouts never shrink.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from numpy.typing import NDArray
 from .records import Op, Value
 
 Mask = NDArray[np.bool_]
-Grid = tuple[int, ...]
+Grid = tuple[int, ...]  # shape of the masks of a tensor
 Grids = dict[Value, Grid]
 End = tuple[Value, int]  # a tensor and one of its dimensions
 
 
 def along(dim: int, shape: Sequence[int]) -> Grid:
-    """Return the grid of a tensor whose channels differ along one dimension only.
+    """Return the mask shape of a tensor whose channels differ along one dimension only.
 
     >>> along(1, (8, 16, 4, 4))
     (1, 16, 1, 1)
@@ -44,17 +45,17 @@ class Flow:
     reached: set[Value] = field(default_factory=set)  # alive values that depend on the network's inputs
 
     def wanted(self, value: Value) -> Mask | None:
-        """Return the channels of a value that are alive and needed; None if no need was recorded."""
+        """Return the mask of the alive and needed channels of a value; None if `need` was not called for it."""
         needed = self.needed.get(value)
         return None if needed is None else needed & self.alive[value]
 
     def need(self, value: Value, mask: Mask, grid: Grid) -> None:
-        """Add to the needed channels of a value; `mask` may be larger than its grid (broadcasting)."""
+        """Add `mask` to the needed channels of a value; see `shrink` for a mask of another shape than `grid`."""
         self.needed[value] = shrink(mask, grid) | self.needed.get(value, False)
 
 
 class Layout:
-    """Channels of every tensor present in the extracted network: a mask per dimension, or `None` for all."""
+    """Channels of each tensor in the extracted network: a mask per dimension, None where all are present."""
 
     def __init__(self, grids: Grids) -> None:
         self.grids = grids
@@ -62,13 +63,13 @@ class Layout:
         self.changed = True  # False once every constraint holds
 
     def start(self, value: Value, present: Mask | None) -> None:
-        """Start with the hull of the given channels: per dimension, every index at which any of them lies."""
+        """Set the mask of each dimension to the indices of the `present` channels along it; None for no channel."""
         grid = self.grids[value]
         nothing = [np.zeros(n, bool) if n > 1 else None for n in grid]
         self.masks[value] = nothing if present is None else _hull(present, grid)
 
     def joint(self, value: Value) -> Mask:
-        """Return the present channels as a mask over the value's grid."""
+        """Return the present channels of a value as one mask of the shape `self.grids[value]`."""
         grid = self.grids[value]
         result = np.ones(grid, bool)
         for dim, mask in enumerate(self.masks[value]):
@@ -77,12 +78,12 @@ class Layout:
         return result
 
     def grow(self, value: Value, present: Mask) -> None:
-        """Add the hull of the given channels; see `start`."""
+        """Add the indices of the given channels to the mask of each dimension."""
         for dim, mask in enumerate(_hull(present, self.grids[value])):
             self.add(value, dim, mask)
 
     def add(self, value: Value, dim: int, mask: Mask | None) -> None:
-        """Add channels along one dimension; `None` adds all."""
+        """Add the channels in `mask` along one dimension, or all of them if it is None."""
         before = self.masks[value][dim]
         if before is None or before is mask:
             return
@@ -92,7 +93,7 @@ class Layout:
             self.changed = True
 
     def tie(self, ends: Sequence[End]) -> None:
-        """Make the given dimensions hold the same channels: the union of what each has."""
+        """Give all dimensions in `ends` the same channels: the union of their present channels."""
         masks = [self.masks[value][dim] for value, dim in ends]
         if all(mask is masks[0] for mask in masks):
             return
@@ -106,7 +107,7 @@ class Layout:
         for (value, dim), mask in zip(ends, known, strict=True):
             if np.count_nonzero(mask) < count:
                 self.changed = True
-            self.masks[value][dim] = total  # shared, so that the identity check above is enough next time
+            self.masks[value][dim] = total  # one array, so that the identity check above succeeds next time
 
     def fill(self, value: Value) -> None:
         """Add all channels of a value."""
@@ -141,12 +142,12 @@ def _hull(present: Mask, grid: Grid) -> list[Mask | None]:
 
 
 def some(mask: Mask, axes: int | tuple[int, ...], keepdims: bool = False) -> Mask:
-    """`mask.any(axes)`, as an array even if the result is zero-dimensional."""
+    """Return `mask.any(axes)` as an array, even if the result is zero-dimensional."""
     return np.asarray(mask.any(axes, keepdims=keepdims))
 
 
 def shrink(mask: Mask, grid: Grid) -> Mask:
-    """Reduce a mask to a grid by `any` along each dimension of size 1, and broadcast along the others."""
+    """Reduce a mask by `any` along dimensions of size 1 in `grid`, and broadcast it along the others."""
     if mask.shape == grid:
         return mask
     extra = mask.ndim - len(grid)
@@ -158,14 +159,17 @@ def shrink(mask: Mask, grid: Grid) -> Mask:
 
 
 def whole_groups(mask: Mask, size: int) -> Mask:
-    """Extend a mask over channels to whole groups of `size` consecutive channels."""
+    """Return the mask of all groups of `size` consecutive channels with at least one channel in `mask`."""
     if size == 1:
         return mask
     return np.repeat(mask.reshape(-1, size).any(1), size).reshape(mask.shape)
 
 
 def equalize_groups(rows: Mask, present: Mask) -> Mask:
-    """Fill the rows of the present groups to the count of the fullest row (at least 1), lowest channels first."""
+    """Add channels, in ascending order, until each present group has as many as the largest one, at least one.
+
+    `rows` has the shape `(groups, channels per group)`, `present` the shape `(groups,)`.
+    """
     counts = rows.sum(1)
     missing = np.where(present, max(int(counts.max()), 1) - counts, 0)
     absent = ~rows
@@ -179,7 +183,7 @@ class Node:
     op: Op
     grids: Grids = field(repr=False)
 
-    # Why a layer whose channels arrive here cannot lose them, or "" if it can.
+    # Reason why the channels of the operator's inputs cannot be removed, or "" if they can.
     blocks = ""
 
     @property
@@ -195,19 +199,19 @@ class Node:
         return self.op.results
 
     def push(self, flow: Flow) -> None:
-        """Set the alive channels of the outputs from those of the inputs."""
+        """Set the alive channels of the outputs, given those of the inputs."""
         for value in self.outputs:
             flow.alive[value] = np.ones(self.grids[value], bool)
 
     def pull(self, flow: Flow) -> None:
-        """Add to the needed channels of the inputs what the outputs need."""
+        """Mark the input channels as needed that alive and needed output channels depend on."""
         if self.outputs and not any(flow.needed[v].any() for v in self.outputs if v in flow.needed):
             return
         for value in self.inputs:
             flow.need(value, np.ones(self.grids[value], bool), self.grids[value])
 
     def tie(self, layout: Layout) -> None:
-        """Grow layouts until the operator gives the same result on the small tensors as on the large ones."""
+        """Add channels to layouts until the operator gives the same result on the smaller tensors."""
         for value in (*self.inputs, *self.outputs):
             layout.fill(value)
 
@@ -218,7 +222,7 @@ class Node:
 
 @dataclass
 class Opaque(Node):
-    """An operator that mixes channels in an unknown way: all of them must be present."""
+    """An operator that mixes channels in an unknown way, so that all of them must be present."""
 
     blocks: str = ""
 
@@ -229,9 +233,9 @@ class Opaque(Node):
 
 @dataclass
 class Source(Node):
-    """An operator whose result carries no channels of its inputs, such as `torch.zeros`."""
+    """An operator, such as `torch.zeros`, whose result has no channels of its inputs."""
 
-    zero: bool = False
+    zero: bool = False  # the result is zero
 
     def push(self, flow: Flow) -> None:
         for value in self.outputs:
@@ -242,7 +246,7 @@ class Source(Node):
 
 
 class Alive(Enum):
-    """When a channel of the result of an elementwise operator is alive, that is, may be non-zero."""
+    """When a channel of the result of an elementwise operator is alive, that is, may be nonzero."""
 
     ANY = "if any operand is (a sum)"
     ALL = "if all operands are (a product)"
@@ -259,8 +263,8 @@ class Elementwise(Node):
 
     alive_if: Alive = Alive.ANY
     steep: bool = False  # the gradient at zero is infinite or NaN, so no operand may be a removed channel
-    poles: tuple[Value, ...] = ()  # operands, such as divisors, whose zero gives infinity or NaN
-    insists: bool = False  # needs `avoiding` even if the result is unused: a NaN stays NaN behind a closed gate
+    poles: tuple[Value, ...] = ()  # operands, such as divisors, for which a zero gives infinity or NaN
+    insists: bool = False  # operands in `avoiding` are always needed: a NaN stays NaN behind a closed gate
 
     def __post_init__(self) -> None:
         if self.steep or (self.poles and self.alive_if is Alive.ALWAYS):
@@ -283,7 +287,7 @@ class Elementwise(Node):
         return self.inputs if self.steep else self.poles
 
     def ends(self, constant: Value, gone: Collection[Value]) -> bool:
-        """Return True if an operand that became a constant does not make the result one: others are in `gone`."""
+        """Return True if a removed channel, constant in `constant` and zero in `gone`, is zero in the result."""
         first, *others = self.inputs
         if self.alive_if is Alive.FIRST:
             return first is not constant
@@ -320,7 +324,7 @@ class Elementwise(Node):
 
     @cached_property
     def _ends(self) -> list[list[End]]:
-        """Dimensions that broadcast together, if channels differ along any of them."""
+        """Sets of dimensions that are broadcast to one another, if channels differ along any of them."""
         values = [*self.inputs, *self.outputs]
         rank = max((len(v.shape) for v in values), default=0)
         found = [
@@ -338,20 +342,20 @@ class Elementwise(Node):
 class ChannelMove(Node):
     """An operator that moves channels: each output channel is one input channel, or zero.
 
-    `labels` holds one array per output, over its grid: the number of the input channel, counted through the grids
-    of all operands one after the other, or -1 for zero.
+    `labels` holds one array of source indices per output, in the shape of its masks: the position of a
+    channel in the flattened, concatenated masks of all operands, or -1 for zero.
     """
 
     operands: tuple[Value, ...]
     labels: tuple[NDArray[np.int64], ...]
 
     def _flat(self, masks: Sequence[Mask]) -> Mask:
-        # The last entry is a zero, which the label -1 indexes.
+        # The source index -1 selects the last entry, which is False.
         return np.concatenate([*(m.reshape(-1) for m in masks), np.zeros(1, bool)])
 
     def _split(self, flat: Mask) -> list[tuple[Value, Mask]]:
         grids = [self.grids[v] for v in self.operands]
-        pieces = np.split(flat, np.cumsum([math.prod(grid) for grid in grids]))  # the last one is the zero
+        pieces = np.split(flat, np.cumsum([math.prod(grid) for grid in grids]))  # the last one is the entry for -1
         return [(v, m.reshape(grid)) for v, m, grid in zip(self.operands, pieces, grids, strict=False)]
 
     def push(self, flow: Flow) -> None:
@@ -379,7 +383,7 @@ class ChannelMove(Node):
 
 @dataclass
 class Located(ChannelMove):
-    """An operator that also returns positions, such as max pooling; they are alive even where the input is zero."""
+    """An operator, such as max pooling, that also returns positions, which are nonzero even for zero input."""
 
     @property
     def positions(self) -> Value:
@@ -392,7 +396,7 @@ class Located(ChannelMove):
 
 @dataclass
 class Sampled(ChannelMove):
-    """Sampling of the first operand at positions given by the others, which must keep all their channels."""
+    """Sampling of the first operand at positions given by the other operands, which keep all their channels."""
 
     def pull(self, flow: Flow) -> None:
         super().pull(flow)
@@ -408,9 +412,9 @@ class Sampled(ChannelMove):
 
 @dataclass
 class Halves(ChannelMove):
-    """A gated linear unit: each channel of the first half times the sigmoid of its partner in the second half."""
+    """A gated linear unit: channel i of the first half times the sigmoid of channel i of the second half."""
 
-    partners: NDArray[np.int64]  # numbers of the second half's channels
+    partners: NDArray[np.int64]  # source indices of the channels in the second half
 
     def pull(self, flow: Flow) -> None:
         super().pull(flow)
@@ -457,7 +461,7 @@ class Across(Node):
 
 @dataclass
 class Sum(Node):
-    """A sum over dimensions along which channels differ: leaving out a channel of zeros changes nothing."""
+    """A sum over dimensions along which channels differ, from which channels of zeros can be omitted."""
 
     over: tuple[int, ...] = ()
 
@@ -485,10 +489,11 @@ class Sum(Node):
 
 @dataclass
 class Boundary(Node):
-    """An edge of a module: a gate can be placed and a remap inserted here, so its two sides may differ in layout.
+    """An edge, that is, the input or output of a module, where a gate can be placed and a remap inserted.
 
-    `layer` names the layer whose filters are gated here. `labels` is set for a `Remap` that is already in the
-    network: the input channel of every output channel, or -1 for zero.
+    Its two sides `x` and `out` may therefore differ in layout. `layer` names the layer whose filters are gated
+    here. `labels` is set for a `Remap` that is already in the network: the source index of every output channel, or
+    -1 for zero.
     """
 
     module: str = field(kw_only=True)
@@ -496,12 +501,12 @@ class Boundary(Node):
     layer: str = ""
     labels: NDArray[np.int64] | None = None
     dim: int = 1
-    free: bool = True  # False if no remap can be inserted here: both sides share a layout
-    walled: bool = False  # sizes hard-coded in the module apply to its inner side only; no gate closes here
-    lasting: bool = False  # every call updates the module's running statistics, so each is needed
+    free: bool = True  # False if no remap can be inserted here; both sides then share a layout
+    walled: bool = False  # sizes hard-coded in the module apply to its inner side only; no gate is here
+    lasting: bool = False  # every call is needed, because each updates the running statistics
 
     def line(self, value: Value) -> Grid:
-        """Return the grid of a tensor whose channels differ along the edge's dimension only."""
+        """Return the mask shape of a tensor whose channels differ along the edge's dimension only."""
         return along(self.dim % len(value.shape), value.shape)
 
     @property
@@ -541,12 +546,12 @@ class Boundary(Node):
         if self.free:
             for value, dim in self._other_dims:
                 layout.add(value, dim, None)
-        else:  # both sides are one tensor
+        else:  # without a remap, both sides are the same tensor
             for dim in range(len(self.x.shape)):
                 layout.tie([(self.x, dim), (self.out, dim)])
 
     def source(self, layout: Layout, alive: Mask) -> list[int]:
-        """Return, for every present channel after the edge, its index among those before it, or -1 for zero."""
+        """Return, for each present channel of `out`, its index in the present channels of `x`, or -1 for zero."""
         index = {c: i for i, c in enumerate(layout.indices(self.x, self.dim))}
         size = self.out.shape[self.dim]
         origin = np.arange(size) if self.labels is None else np.broadcast_to(self.labels.reshape(-1), size)
@@ -554,7 +559,7 @@ class Boundary(Node):
 
 
 def channel_dim(edges: Sequence[Boundary]) -> int | None:
-    """Return the channel dimension of all calls of a module, negative if it agrees from the end only, or None."""
+    """Return the channel dimension of all calls of a module, negative if equal only from the end, else None."""
     if len({edge.dim for edge in edges}) == 1:
         return edges[0].dim
     from_the_end = {edge.dim - len(edge.out.shape) for edge in edges}
@@ -562,7 +567,7 @@ def channel_dim(edges: Sequence[Boundary]) -> int | None:
 
 
 def common_dim(edges: Sequence[Boundary]) -> int:
-    """Return `channel_dim` of edges that have one."""
+    """Return the `channel_dim` of edges for which it is not None."""
     dim = channel_dim(edges)
     assert dim is not None  # modules without a common dimension have no edges
     return dim

@@ -1,8 +1,9 @@
-"""Coupling between the layers of a channel graph: shared layouts, followers and gates further on.
+"""Coupling between the layers of a channel graph: shared layouts, followers, and gates in later modules.
 
 Tensors that carry the same channels, such as those before and after a norm, an activation or a sum, form one
-*stream*; layers that write into one stream share its layout. Streams take one pass over the operators. One pass of
-liveness finds the followers: layers without scores that lose filters when others do.
+*stream*; layers whose filters are the channels of one stream share its layout. One pass over the operators finds
+the streams. Comparing need and liveness with half of the filters to those with all filters finds the followers:
+layers without scores that lose filters with other layers.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _COMBINES = {Alive.ANY: ADD, Alive.ALL: MULTIPLY, Alive.QUOTIENT: MULTIPLY}
 class Group:
     """Layers whose outputs are added, multiplied or concatenated.
 
-    Outputs that are added or multiplied have the same channels and share one layout. Concatenated outputs keep
-    channels of their own, side by side.
+    Outputs that are added or multiplied have the same channels and share one layout. Concatenated outputs each
+    keep their own channels.
     """
 
-    meet: tuple[str, ...]  # "add", "multiply" or "concatenate"
+    meet: tuple[str, ...]  # how outputs are combined: "add", "multiply" or "concatenate"
     layers: tuple[str, ...]
 
 
@@ -58,7 +59,7 @@ class Streams:
 
 
 class Relations:
-    """Which layers of a channel graph are coupled, and how.
+    """Coupling between the layers of a channel graph.
 
     >>> import torch
     >>> from torch import nn
@@ -73,7 +74,7 @@ class Relations:
         self.streams = Streams(graph)
         self._order = {name: place for place, name in enumerate((*graph.layers, *graph.unscored))}
         self._writers: dict[Value, set[str]] = defaultdict(set)  # stream -> layers whose filters are its channels
-        # Stream -> those whose channels are moved into it: sliced, padded, shuffled or concatenated.
+        # Stream -> streams whose channels are moved into it: sliced, padded, shuffled or concatenated.
         self._parts: dict[Value, list[Value]] = defaultdict(list)
         for node in graph.nodes:
             if isinstance(node, LayerNode) and not _passes_on(node):
@@ -99,14 +100,14 @@ class Relations:
         return self._sorted(found)
 
     def group_of(self, value: Value) -> int | None:
-        """Return the index in `groups` of the layers that write into the stream of a tensor, or None."""
+        """Return the index in `groups` of the layers that write to the stream of a tensor, None if in no group."""
         return self._group_at.get(self.streams.of(value))
 
     def _sorted(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted(set(names), key=lambda n: self._order.get(n, len(self._order))))
 
     def _find_followers(self) -> dict[str, tuple[str, ...]]:
-        """Layers without scores that lose filters when every other layer keeps only the second half of its own."""
+        """Return the layers without scores that lose filters if all scored layers keep only their second half."""
         layers = self.graph.layers
         whole = self.graph.flow({})
         part = self.graph.flow({n: np.arange(lr.filters) >= lr.filters // 2 for n, lr in layers.items()})
@@ -131,7 +132,7 @@ class Relations:
         computed = set(self.graph.trace.inputs)
         for node in self.graph.nodes:
             operands = {v for v in node.inputs if v in computed and max(self.graph.grids[v], default=1) > 1}
-            if not computed.isdisjoint(node.inputs):  # stored tensors alone are no layer's filters
+            if not computed.isdisjoint(node.inputs):  # results of stored tensors alone have no filters
                 computed.update(node.outputs)
             if len(operands) < 2:
                 continue
@@ -150,7 +151,7 @@ class Relations:
             if len(layers) > 1 and any(n in self.graph.layers for n in layers):
                 self._group_at[stream] = len(groups)
                 groups.append(Group(tuple(sorted(kinds)), layers))
-        # A dense block concatenates repeatedly; the last, largest set contains the others.
+        # A dense block concatenates repeatedly; of these sets, only the largest is kept.
         sets = [set(side) for side in sides]
         for side in sides:
             if len(side) > 1 and not any(set(side) < other for other in sets):
@@ -158,7 +159,7 @@ class Relations:
         return groups
 
     def _find_later_gates(self) -> dict[str, tuple[str, ...]]:
-        """For every layer, the modules with gates without a score that its channels pass."""
+        """Map every layer to the modules that its channels pass and that have a gate without a score."""
         found: dict[str, dict[str, None]] = defaultdict(dict)
         for site in self.graph.sites:
             for name in () if site.layer else self.origins(site.edges[0].out):
@@ -167,13 +168,13 @@ class Relations:
 
 
 def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
-    """Return the tensors at a node that carry the same channels."""
+    """Return those inputs and outputs of a node that carry the same channels."""
     if isinstance(node, (Norm, Boundary)):
         return [node.x, node.out]
     if isinstance(node, LayerNode):
         return [node.x, node.out] if _passes_on(node) else []
     if isinstance(node, Product):
-        # Channels that are summed over are the same on both sides; all others are also those of the result.
+        # Channels that are summed over are the same in both operands; all others are channels of the result.
         passed = [v for v in (node.left, node.right) if not node.ends(v)]
         if not passed:
             same = math.prod(graph.grids[node.left]) == math.prod(graph.grids[node.right]) > 1
@@ -190,5 +191,5 @@ def _same_channels(graph: ChannelGraph, node: Node) -> list[Value]:
 
 
 def _passes_on(node: LayerNode) -> bool:
-    """Return True for a depthwise convolution with one filter per channel: its channels are those of its input."""
+    """Return True for a depthwise convolution with one filter per input channel."""
     return node.depthwise and node.filters == node.x.shape[1]

@@ -1,9 +1,10 @@
 """Turn a trace into the nodes of a channel graph, with `Boundary` nodes ("edges") before and after modules.
 
-At an edge a gate can be placed and, in the extracted network, a remap inserted. Edges surround every call of a
-module that holds one layer or norm and returns its channels in order (pooled, activated or transposed, but not
-moved or mixed: a gate behind it would close others), and of a module without weights that pads channels (a shortcut
-between stages), so that a width hard-coded there binds nothing outside.
+At an edge a gate can be placed and, in the extracted network, a remap inserted. Edges surround every call of two
+kinds of modules. The first holds one layer or norm and returns its channels in order: they may be pooled, activated
+or transposed, but not moved or mixed, because a gate after the module would then close other channels. The second
+pads channels and has no weights (a shortcut between stages); a width hard-coded there then constrains no tensor
+outside.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class NodeBuilder:
         self.outputs: list[Value] = []
         self.main: dict[str, list[LayerNode | Norm]] = defaultdict(list)  # module -> its operator, per call
         self.edges: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
-        self.entries: dict[Call, tuple[Value, ...]] = {}  # call -> its inputs as the nodes see them, behind edges
+        self.entries: dict[Call, tuple[Value, ...]] = {}  # call -> its inputs, with edges applied
         self.padding: set[str] = set()  # modules without weights that pad channels
-        self.busy: set[str] = set()  # modules that turn a zero channel into non-zero: a gate must be at their edge
-        self.odd: dict[str, Op] = {}  # module -> operator that moves or mixes the channels inside it
-        self.inner: dict[str, list[LayerNode]] = {}  # module -> its layer that runs among others, per call
+        self.busy: set[str] = set()  # modules that turn zero channels into nonzero output: gate that output
+        self.odd: dict[str, Op] = {}  # module -> first operator inside that moves or mixes its channels
+        self.inner: dict[str, list[LayerNode]] = {}  # module that is not in `main` -> its layer, per call
         self._lay_out(self._edged_calls())
         self._close_edges()
         self._find_inner()
@@ -71,7 +72,7 @@ class NodeBuilder:
             if node is None or value in seen:
                 continue
             seen.add(value)
-            # The dimensions of a sum or a softmax.
+            # `over` holds the dimensions that a sum or softmax reduces.
             together = any(node.inputs[0].shape[dim] == filters for dim in getattr(node, "over", ()))
             if together or isinstance(node, (Opaque, LayerNode, Product)):
                 return node.op
@@ -94,10 +95,10 @@ class NodeBuilder:
             and len(call.inputs) == len(call.outputs) == 1
             and call.inputs != call.outputs
             and call.module not in self.outside
-            # A block that holds a weight of its own besides its layers is not a layer itself.
+            # A block with a weight of its own and submodules with weights is not a layer.
             and {*owners[call.first : call.last]} <= {call.module, None}
             and not without_batch(call, ops[0])
-            # A hook that stores the result sees it before a gate at the edge, but behind one folded into a norm.
+            # A hook that stores the result gets it before a gate at the edge, but after one folded into a norm.
             and not (call.kept and not _foldable(ops[0]))
             and not self._read_outside(call, read)
         ]
@@ -111,7 +112,7 @@ class NodeBuilder:
         return found
 
     def _read_outside(self, call: Call, read: Mapping[Value, int]) -> bool:
-        """Return True if an intermediate result of a call, computed from the network's inputs, is read after it."""
+        """Return True if an intermediate result of a call, computed from the inputs, is read after the call."""
         results = {value for op in self.trace.ops[call.first : call.last] for value in op.results}
         inside = results - {*call.outputs, *call.overwritten}
         return any(value.roots is None and read.get(value, -1) >= call.last for value in inside)
@@ -139,7 +140,7 @@ class NodeBuilder:
             first[call.first].append((call, op))
             last[call.last].append((call, op))
             mains[op] = call.module
-        now: dict[Value, Value] = {}  # traced value -> the same behind the edges passed so far
+        now: dict[Value, Value] = {}  # traced value -> output of the last edge that it passed
         before: dict[Call, Value] = {}
         for position in range(len(self.trace.ops) + 1):
             for call, op in last[position]:
@@ -167,7 +168,7 @@ class NodeBuilder:
             self.grids.setdefault(value, (1,) * len(value.shape))
 
     def _entering(self, call: Call, op: Op, x: Value) -> int:
-        """Return the channel dimension of a module's input: that of its operator, or where channels differ."""
+        """Return the channel dimension of a module's input: its operator's, or that along which channels differ."""
         shape = x.shape
         if op.name in PRODUCTS:  # a linear layer has its channels in the last dimension
             rows = op.args[LAYERS[op.name] - 1].shape
@@ -195,7 +196,7 @@ class NodeBuilder:
         return None if call.kept and not found.closed else found.dim
 
     def _close_edges(self) -> None:
-        """Forbid remaps at modules with an unknown operator, channels out of order, or a result that is stored.
+        """Forbid remaps at modules with an unknown operator, reordered channels, or a stored result.
 
         Modules of the first two kinds are also dropped from `main`.
         """
@@ -205,12 +206,12 @@ class NodeBuilder:
             calls = len(self.main.get(module, ()))
             if any(len(edges) != calls or channel_dim(edges) is None for edges in sides):
                 self.main.pop(module, None)
-            if module not in self.main or module in kept:  # readers of a stored result would miss a remap
+            if module not in self.main or module in kept:  # a stored result is read without the remap
                 for edge in (*sides[0], *sides[1]):
                     edge.free = False
 
     def _find_inner(self) -> None:
-        """Find layers that run once, among others, in every call of their module: a norm may hold their gate."""
+        """Fill `inner`: layers without edges that run once per call of their module. A norm may hold their gate."""
         found: dict[str, dict[Call | None, list[LayerNode]]] = defaultdict(lambda: defaultdict(list))
         for node in self.nodes:
             if isinstance(node, LayerNode) and node.op.call is not None:
@@ -229,7 +230,7 @@ class NodeBuilder:
         return read | dict.fromkeys(self.trace.outputs, len(self.trace.ops))
 
     def _close_overwritten(self) -> None:
-        """Forbid a remap before a module that overwrites an input read later: it would overwrite a copy."""
+        """Forbid remaps of inputs that a module overwrites and that are read later: it would overwrite a copy."""
         read = self._last_reads()
         for (module, side), edges in self.edges.items():
             calls = self.trace.calls[module]
@@ -238,14 +239,14 @@ class NodeBuilder:
                     edge.free = False
 
     def _keep_statistics(self) -> None:
-        """Keep every call of a norm that is called several times: each updates its statistics, even if unused."""
+        """Mark repeated calls of a norm as needed even if unused, because each updates the running statistics."""
         for module, mains in self.main.items():
             if len(mains) > 1 and isinstance(mains[0], Norm) and isinstance(mains[0].op.args[3], Value):
                 for edge in self.edges[module, "out"]:
                     edge.lasting = True
 
     def _find_idle(self) -> None:
-        """Set `idle`: channels, such as padding, that are zero even if all filters are kept, until shifted."""
+        """Set `idle` of layers and norms: channels, such as padding, without input even if all filters are kept."""
         flow = ChannelGraph({}, {}, [], self.nodes, self.grids, self.trace, self.outputs, {}).flow({})
         for node in self.nodes:
             if isinstance(node, LayerNode):
@@ -291,7 +292,7 @@ class NodeBuilder:
 
 
 def without_batch(call: Call, op: Op) -> bool:
-    """Return True if a convolution got an input without a batch dimension: torch then prepends one."""
+    """Return True if a convolution was called without a batch dimension, so that torch prepended one."""
     return op.name == "aten.convolution" and op.inputs[0].shape in [(1, *value.shape) for value in call.inputs]
 
 
@@ -309,12 +310,12 @@ def _renamed(op: Op, now: Mapping[Value, Value]) -> Op:
 
 
 def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Map each module that a plain attribute (a list, say) also holds to that attribute: it would miss a swap."""
+    """Map modules to the plain attribute (a list, say) that also refers to them; surgery cannot update it."""
     paths = {id(module): path for path, module in modules.items()}
     found: dict[str, str] = {}
     for holder, module in modules.items():
         for name, held in vars(module).items():
-            if name != "_modules" and not name.endswith("_hooks"):  # hooks of this package hold modules too
+            if name != "_modules" and not name.endswith("_hooks"):  # hooks of this package refer to modules too
                 for other in _modules_in(held):
                     if other is not module and id(other) in paths:
                         found[paths[id(other)]] = f"{holder}.{name}" if holder else name
@@ -322,7 +323,7 @@ def _held_outside(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def _modules_in(held: Any, depth: int = 3) -> Iterator[nn.Module]:
-    """Yield the modules in a nested structure, also in objects, bound methods and partials up to a depth."""
+    """Yield the modules in a nested structure, and in objects, bound methods and partials up to `depth` levels."""
     for leaf in pytree.tree_leaves(held):
         if isinstance(leaf, nn.Module):
             yield leaf
@@ -340,18 +341,18 @@ class MergedDimensions:
     """Track dimensions in which a reshape merged channels with pixels, and check how they are split again.
 
     The position of a channel in such a dimension depends on the image size. That is harmless if the dimension is
-    the input of a linear layer, or is split into the same channels and pixels again. A reshape of `[batch, pixels,
-    channels]` to `[batch, channels, height, width]` splits it elsewhere: each result then mixes channels, and
-    different ones at every image size.
+    the input of a linear layer, or is split into the same channels and pixels again. A reshape of `(N, H * W, C)`
+    to `(N, C, H, W)` splits it elsewhere: each output channel then mixes input channels, and which ones depends on
+    the image size.
     """
 
     def __init__(self) -> None:
-        # Tensors with a merged dimension: a number per entry, equal for the pixels of one channel.
+        # Tensor with a merged dimension -> channel number per entry, equal for the pixels of one channel.
         self._channels: dict[Value, Numbers] = {}
         self._count = 0  # numbers assigned so far
 
     def holds(self, node: Node) -> bool:
-        """Record what a node does to merged dimensions; return False if that depends on the image size."""
+        """Record what a node does to merged dimensions; return False if channels then depend on the image size."""
         if isinstance(node, ChannelMove):
             return self._moved(node)
         if self._channels and isinstance(node, (Elementwise, Norm, Boundary)):
@@ -380,7 +381,7 @@ class MergedDimensions:
             elif len(held) == 1 and _part_of_a_channel(held[0], after):
                 return False
             zeros = after < 0
-            after[zeros] = self._new(int(np.count_nonzero(zeros)))  # every zero is a channel of its own
+            after[zeros] = self._new(int(np.count_nonzero(zeros)))  # every zero counts as a channel of its own
             if len(np.unique(after)) < after.size:
                 joined[out] = after
         self._channels |= joined
@@ -408,7 +409,8 @@ def _cut_elsewhere(shape: Sequence[int], into: Sequence[int], before: Numbers, a
             same = np.diff(line, axis=dim) == 0
             if same.any() and not same.all():
                 return True
-            # Where the number of pixels has no factor in common with that of the channels, no line repeats one.
+            # If the numbers of pixels and channels are coprime, no channel repeats along `dim`. Each slice
+            # must then hold all channels, or no channel of another slice.
             slices = np.moveaxis(after, dim, 0).reshape(size, -1)
             shared = sum(len(np.unique(one)) for one in slices)
             if shared not in ((distinct := len(np.unique(after))), size * distinct):
@@ -428,13 +430,13 @@ def _part_of_a_channel(before: Numbers, after: Numbers) -> bool:
 class OutputChannels:
     """How the channels of a module's operator appear in the module's result."""
 
-    dim: int | None  # their dimension; None if they are not all present, once each and in order
-    closed: bool  # a channel that is zero behind the operator is zero in the result, whatever else is alive
-    odd: Op | None  # first operator that moves or mixes them, if any
+    dim: int | None  # their dimension; None unless all are present, once each and in order
+    closed: bool  # a channel of zeros in its output is zero in the result, whatever else is alive
+    odd: Op | None  # first operator that moves or mixes the channels, if any
 
 
 def follow_to_output(main: LayerNode | Norm, out: Value, behind: Sequence[Node]) -> OutputChannels:
-    """Follow the channels of a module's operator through the nodes `behind` it to the module's result `out`."""
+    """Follow the output channels of `main`, the operator of a module, through later nodes to the result `out`."""
     if out is main.out:
         return OutputChannels(1, True, None)
     grids, filters = main.grids, main.out.shape[1]
@@ -460,14 +462,14 @@ def follow_to_output(main: LayerNode | Norm, out: Value, behind: Sequence[Node])
     dims = _line(numbers[out], filters) if out in numbers else None
     if dims is None:
         return OutputChannels(None, False, odd)
-    # A single channel does not show its dimension: take that of the operator's channels.
+    # A single channel can be in any dimension of size 1: assume that of the operator's channels.
     dim = dims[0] if dims else len(out.shape) - 1 if main.op.name in PRODUCTS else 1
     fits = dim < len(out.shape) and out.shape[dim] == filters
     return OutputChannels(dim if fits else None, not nothing.alive[out].any(), None)
 
 
 def _line(numbers: Numbers, filters: int) -> list[int] | None:
-    """Return the dimension along which all channels are in order as a list, empty for a single channel, or None."""
+    """Return `[dim]` if all channels are in order along `dim`, `[]` for a single channel, else None."""
     dims = [dim for dim, size in enumerate(numbers.shape) if size > 1]
     in_order = len(dims) <= 1 and np.array_equal(numbers.reshape(-1), np.arange(filters))
     return dims if in_order else None
@@ -491,6 +493,6 @@ def _numbers(node: Node, numbers: Mapping[Value, Numbers]) -> dict[Value, Number
     for value in node.outputs:
         spread = [np.broadcast_to(held, node.grids[value]) for held in carried]
         if any(not np.array_equal(spread[0], other) for other in spread[1:]):
-            return None  # different channels meet
+            return None  # operands with different channels
         found[value] = spread[0]
     return found

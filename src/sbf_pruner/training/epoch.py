@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ActivePhase:
-    """A phase and what trains it; without a `trainer` only scores are trained."""
+    """A phase with its engine, trainer and teacher; if `trainer` is None, only scores are trained."""
 
     phase: Phase
     engine: Engine
@@ -52,7 +52,7 @@ class ActivePhase:
 
 
 class EpochRunner:
-    """Run the epochs of a run one at a time; error messages name its folder of `checkpoints`."""
+    """Runner of single epochs of a run; `checkpoints` is the folder that error messages name."""
 
     def __init__(self, recipe: Recipe, feed: RunBatches, checkpoints: Path, rank: int = 0) -> None:
         self._recipe, self._feed, self._checkpoints, self._rank = recipe, feed, checkpoints, rank
@@ -69,12 +69,12 @@ class EpochRunner:
         self._began = time.perf_counter() - begun.seconds
         phase, engine, trainer = active.phase, active.engine, active.trainer
         epoch, last = number - phase.first, number + 1 == phase.end
-        # The seed of dropout, which is not the one that the order of the images is drawn with.
+        # Seed dropout independently of the order of the images.
         seeds = np.random.SeedSequence((self._recipe.seed, number, 1 + self._rank))
         torch.manual_seed(int(seeds.generate_state(1)[0]))
         if begun.steps:
             torch.set_rng_state(begun.random[0])
-            if engine.device.type == "cuda" and len(begun.random) > 1:  # It may have begun without a GPU.
+            if engine.device.type == "cuda" and len(begun.random) > 1:  # It may have begun on a CPU.
                 torch.cuda.set_rng_state(begun.random[1], engine.device)
         tally, rate = self._train(active, number, begun)
         test = held_out = None
@@ -83,12 +83,12 @@ class EpochRunner:
                 if trainer is not None and trainer.average is not None:
                     undone.enter_context(trainer.average.applied())
                 undo = self._settle_norms(active, number, initial)
-                if undo is not None and not last:  # The last epoch keeps the statistics it is judged by.
+                if undo is not None and not last:  # The last epoch keeps the recalibrated statistics.
                     undone.callback(undo)
                 test, held_out = evaluate_splits(engine, self._feed)
         if not (tally.finite and (test is None or test.finite)):
             self._stop("the loss is", active, epoch)
-        # The training loss does not show what the last step did to the weights, and a test is not always due.
+        # The training loss does not show the effect of the last step on the weights, and evaluation may be skipped.
         self._check_finite(active, epoch)
         if last and test is not None and trainer is not None:
             self._warn_of_guessing(phase, tally.accuracy, test.accuracy)
@@ -129,7 +129,7 @@ class EpochRunner:
         """Recalibrate batch norms whose running statistics lag behind training; return a function that undoes it.
 
         Does nothing and returns None if no statistics lag, if scores are trained with frozen norms, or if the phase
-        has just ended with a recalibration that the recipe asks for.
+        has just ended with a recalibration set in the recipe.
         """
         phase, engine = active.phase, active.engine
         if active.trainer is None:
@@ -150,7 +150,7 @@ class EpochRunner:
         return engine.recalibrate(self._feed.whole(phase), number, RECALIBRATION_BATCHES)
 
     def _warn_of_guessing(self, phase: Phase, train: float, test: float) -> None:
-        """Log a warning if the network has learned the training images but guesses the test images."""
+        """Log a warning if the test accuracy is near chance level but the training accuracy is not."""
         guessed = 150 / self._feed.test.num_classes  # In percent, 1.5 times chance level.
         if test < guessed < train and train >= 2 * test:
             _log.warning(
@@ -163,7 +163,7 @@ class EpochRunner:
             )
 
     def _train(self, active: ActivePhase, number: int, begun: EpochProgress) -> tuple[EpochResult, float]:
-        """Train the remaining steps of an epoch; return their tally and the learning rate of its first step."""
+        """Train the remaining steps of an epoch; return their result and the first learning rate of the epoch."""
         phase, engine, trainer = active.phase, active.engine, active.trainer
         batches, epoch = self._feed.of(phase), number - phase.first
         teacher = active.teacher if is_distilled(self._recipe, phase) else None
@@ -185,9 +185,9 @@ class EpochRunner:
 
     @torch.no_grad()
     def _check_finite(self, active: ActivePhase, epoch: int) -> None:
-        """Raise a RunError unless all values that the steps change are finite; synchronizes only once.
+        """Raise a RunError unless all trained parameters are finite; synchronizes with the device only once.
 
-        Frozen tensors may hold infinities on purpose.
+        Frozen tensors are not checked, because they may contain infinities on purpose.
         """
         trainer, pruner = active.trainer, active.engine.pruner
         groups = [] if trainer is None else [group["params"] for group in trainer.optimizer.param_groups]
@@ -198,7 +198,7 @@ class EpochRunner:
             self._stop(f"the {'scores' if trainer is None else 'weights'} are", active, epoch)
 
     def _stop(self, broken: str, active: ActivePhase, epoch: int) -> NoReturn:
-        """Raise a RunError, so that numbers that are not finite are never saved."""
+        """Raise a RunError that suggests a lower learning rate, so that NaN or infinity is never saved."""
         phase, pruner = active.phase, active.engine.pruner
         if phase.trains_weights:
             key, rate = f"{section_of(phase)}.lr", optimizer_config(self._recipe, phase).lr

@@ -1,10 +1,10 @@
-"""Latency target of a run: the latency model and the way of removing filters, and their correction by measurements.
+"""Latency target of a run: the latency model, its correction by measurements, and the way of removing filters.
 
-Both are fixed before training; by default the way (`latency.way`) is the one that keeps the most MACs. After the
-last landing the network is extracted and timed beside the dense one, the latency model is corrected and the filters
-are chosen again until the time is the one asked for. Every measurement is written to `latency.json` before it is
-used, so a run that is killed and resumed lands on the same filters. On a machine other than the one the model was
-measured on nothing is timed, and the summary has no measured time.
+Model and way (`latency.way`) are fixed before training; by default the way is the one that keeps the most MACs.
+After the last landing the extracted network is timed alternately with the dense one, the latency model is
+corrected, and the filters are chosen again until the measured time is close to the target. Every measurement is
+written to `latency.json` before it is used, so a run that is killed and resumed chooses the same filters. On a
+machine other than the one the model was measured on, nothing is timed, and the summary has no measured time.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ from .recipe import Recipe
 from .run_folder import REMEDY
 
 TOLERANCE = 0.015  # relative error of the time below which the filters are not chosen again
-# Largest factor by which one measurement corrects the prediction; beyond it, it is measured again.
+# Largest factor by which one measurement corrects the latency model; a larger difference is measured again.
 MAX_CORRECTION = 1.5
 MAX_LANDINGS = 5  # maximum number of landings
-AS_COUPLED = "as coupled"  # the way of a recipe that itself couples layers or scores blocks
+AS_COUPLED = "as coupled"  # the way if the recipe itself couples layers or scores blocks
 
 _log = logging.getLogger(__name__)
 TimePlan = Callable[[Plan], float]
 
 
 class LatencyTarget:
-    """Latency model, chosen way and measurements of a run with a latency target."""
+    """Latency model, chosen way of removing filters, and measurements of a run with a latency target."""
 
     def __init__(
         self, clock: LatencyModel, chosen: CouplingChoice, rounds: list[dict[str, Any]] | None = None
     ) -> None:
         self.clock, self.chosen = clock, chosen
-        # one record per measurement: digest of the plan, predicted and measured time as parts of the dense one
+        # one record per measurement: digest of the plan, predicted and measured time relative to the dense network
         self.rounds = rounds or []
         self._file: Path | None = None
 
@@ -78,8 +78,9 @@ class LatencyTarget:
         written: Path | None,
         constraints: Constraints,
     ) -> LatencyTarget:
-        """Read the state of a resumed run from `written`; otherwise use the given table, the cache or measurements.
+        """Read the latency target of a resumed run from the file `written` if it exists, otherwise create one.
 
+        A new one reads the latency model from `latency.table` if set, otherwise from the cache, or measures it.
         Raises a RecipeError if `latency.way` is set although the recipe couples layers or scores blocks.
         """
         config, budget = recipe.latency, recipe.budget
@@ -113,15 +114,16 @@ class LatencyTarget:
         return cls(from_dict(written, graph, str(path)), chosen, rounds)
 
     def keep_in(self, path: Path) -> None:
-        """Write the state to `path` now and after every measurement."""
+        """Write the state to `path`, now and after every measurement."""
         self._file = path
         self._write()
 
     def correct_by_measurement(self, pruner: Pruner, timer: TimePlan) -> None:
-        """Choose filters, extract and time until the network takes the time asked for, or no landing comes closer.
+        """Time the extracted network, correct the latency model and choose filters, up to `MAX_LANDINGS` times.
 
-        It also ends if another limit than latency keeps the network from being larger. The gates are then those of
-        the best landing. A clearly missed target is logged as a warning.
+        Ends early if the measured time is within `TOLERANCE` of the target, if a plan repeats, or if the network is
+        faster and a limit other than latency keeps it from being larger. The gates are then set to the plan whose
+        time is closest to the target. A clearly missed target is logged as a warning.
         """
         limits = pruner.selector.limits
         assert limits is not None
@@ -140,7 +142,7 @@ class LatencyTarget:
             self.clock.correction *= min(max(measured / predicted, 1 / MAX_CORRECTION), MAX_CORRECTION)
             try:
                 pruner.land()
-            except PruningError:  # By the corrected model even the smallest network is too slow: try that one.
+            except PruningError:  # Even the smallest network is predicted to be too slow: time that one.
                 pruner.gate(Plan.from_masks(pruner.selector.smallest))
         off, best = min(tried.values(), key=lambda pair: abs(pair[0]))
         pruner.gate(best)
@@ -155,7 +157,7 @@ class LatencyTarget:
     def summary(self, pruner: Pruner, plan: Plan) -> dict[str, Any]:
         """Return the latency entry of `summary.json`.
 
-        The correction of the latency model is reset, so that "foretold" is what the model alone predicts.
+        Resets the correction of the latency model, so that "foretold" is the prediction without measurements.
         """
         limits, conditions = pruner.selector.limits, self.clock.conditions
         assert limits is not None
@@ -183,7 +185,7 @@ class LatencyTarget:
             if earlier["plan"] == name:
                 return float(earlier["measured"])
         measured = timer(plan)
-        # A busy machine is likelier than such an error.
+        # Other load on the machine is more likely than such an error of the latency model, so measure again.
         if not 1 / MAX_CORRECTION < measured / predicted < MAX_CORRECTION:
             measured = min(measured, timer(plan), key=lambda time: abs(math.log(time / predicted)))
         self.rounds.append({"plan": name, "foretold": predicted, "measured": measured})
@@ -199,13 +201,13 @@ class LatencyTarget:
 
 
 def make_plan_timer(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimePlan | None:
-    """Return a function that times plans as the model was measured; None if machine or runtime differ."""
+    """Return a function that times plans under the model's conditions; None if machine or runtime differ here."""
     pairs = _pairs_here(clock, network, images)
     return None if pairs is None else pairs.ratio
 
 
 def check_measurable(clock: LatencyModel, network: nn.Module, images: Tensor) -> None:
-    """Run one pass as `make_plan_timer` would; raise a PruningError if times cannot be measured."""
+    """Raise a PruningError if this is the machine of the latency model but networks cannot be timed on it."""
     pairs = _pairs_here(clock, network, images)
     if pairs is not None:
         pairs.rehearse()
@@ -221,7 +223,7 @@ def _pairs_here(clock: LatencyModel, network: nn.Module, images: Tensor) -> Plan
 
 
 def with_way(way: str, scores: Scores, constraints: Constraints) -> tuple[Scores, Constraints]:
-    """Return the settings for a way of removing filters; unchanged if the recipe itself defines the way."""
+    """Return the settings changed for a way of removing filters; unchanged if `way` is `AS_COUPLED`."""
     if way not in COUPLINGS:
         return scores, constraints
     return replace(scores, blocks=way == "blocks"), replace(constraints, couple=COUPLINGS[way])

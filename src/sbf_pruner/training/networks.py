@@ -1,8 +1,8 @@
 """Networks of a run: the dense one with its pruner, the pruned one and the dense control; loading and checks.
 
-Weights or images that do not fit, a network that cannot be pruned, and a target that cannot be met or that the
-dense network meets already are refused before anything is written or trained. The pruned network is extracted once,
-when it is first needed, and must then give the same outputs in float64 as the gated one.
+Errors are raised before anything is written or trained: for weights or images that do not fit the network, a
+network that cannot be pruned, and a target that cannot be met or that the dense network already meets. The pruned
+network is extracted once, when it is first needed, and must then give the same outputs in float64 as the gated one.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from .run_folder import ELSEWHERE
 from .schedule import batch_size, is_steered, phases, tightening_cycles
 
 FINETUNE_ON = {"cpu": "small", "cuda": "gated"}  # the fastest choice on each device
-STEERS_PER_EPOCH = 4  # adjustments of the penalty; each searches a landing, 1/8 second for ResNet-56
-LOGIT_TRAVEL = 3.0  # logits that a score can move while the limits tighten; it reaches the threshold after 0.7
-# Cycles for that distance: in a single one, scores would pass the threshold before steering reacts.
+STEERS_PER_EPOCH = 4  # adjustments of the penalty; each includes a landing, 1/8 second for ResNet-56
+LOGIT_TRAVEL = 3.0  # distance that a logit can move while the limits tighten; a gate closes after 0.7
+# Smallest number of cycles for that distance: in a single one, gates would close before steering reacts.
 MIN_TIGHTENING_CYCLES = 2
 PROOF_IMAGES = 32  # images on which outputs are compared; in float64 a large network needs much memory for each
 
@@ -95,8 +95,8 @@ class Networks:
             if self.timed is None:
                 small = to_memory_format(self.pruner.extract(), self.order)
             else:
-                # `Pruner.extract` would warn of a missed latency target by the predicted time, but this plan was
-                # chosen by the measured time, which may differ.
+                # `Pruner.extract` would compare the predicted time with the latency target and warn, but this plan
+                # was chosen by the measured time, which may differ.
                 small = self._extract()
             try:
                 self.cut_error = prove(self.dense, small, self.images[:PROOF_IMAGES])
@@ -110,7 +110,7 @@ class Networks:
         return remove_pruner_hooks(real_copy(self.dense)).eval().requires_grad_(False)
 
     def scored(self) -> dict[str, Any]:
-        """Return the dense network's state, scores and plan, to choose other sizes from; before extraction only."""
+        """Return the dense network's state dict, scores and plan, for `sbf frontier`; call it before extraction."""
         return {
             "dense": self.dense.state_dict(),
             "scores": self.pruner.scores(),
@@ -118,7 +118,7 @@ class Networks:
         }
 
     def cost(self, phase: Phase) -> dict[str, int]:
-        """Return filters, parameters and MACs of the network that a phase trains, without what its gates close."""
+        """Return filters, parameters and MACs of the network of a phase, without filters with closed gates."""
         alive, filters = self.pruner.alive()
         cost = self._small_cost
         if phase.kind == "control":
@@ -126,7 +126,7 @@ class Networks:
         return {"filters": alive, "filters_total": filters, "params": cost.params, "macs": cost.macs}
 
     def after_step(self, phase: Phase, epoch: int, step: int, steps: int) -> None:
-        """Tighten the limits `STEERS_PER_EPOCH` times per score epoch, after a `step` of its `steps` steps."""
+        """Call `update_progress` at evenly spaced steps of a score epoch; `step` counts from 1 to `steps`."""
         if step < steps and step * STEERS_PER_EPOCH // steps > (step - 1) * STEERS_PER_EPOCH // steps:
             self.update_progress(phase, epoch - phase.first + step / steps)
 
@@ -134,11 +134,11 @@ class Networks:
         """Tighten the limits of the budget after `epochs` epochs of a score phase, and adjust the penalty."""
         closing = tightening_cycles(self._recipe)
         self.pruner.progress = min((phase.cycle - 1 + epochs / phase.epochs) / closing, 1.0)
-        if epochs < phase.epochs:  # At the end, setting the gates adjusts the penalty too.
+        if epochs < phase.epochs:  # At the end of a phase, the penalty is adjusted when the gates are set.
             self.pruner.steer()
 
     def check_timer(self) -> None:
-        """Raise a PruningError if a latency target is to be measured on this machine and cannot be."""
+        """Raise a PruningError if there is a latency target, to be measured on this machine, and timing fails."""
         if self.timed is not None:
             check_measurable(self.timed.clock, self.bare_copy(), self.images)
 
@@ -167,7 +167,7 @@ class Networks:
         }
 
     def restore(self, state: dict[str, Any], initial: dict[str, Tensor]) -> None:
-        """Restore a state, and the initial weights of the run in place of those of the given model."""
+        """Restore a result of `state`, and `initial`, the weights that the run began with."""
         self.load_initial(initial)
         if state["small"] is None:
             self.dense.load_state_dict(state["dense"])
@@ -199,13 +199,13 @@ class Networks:
         return ours == theirs
 
     def _extract(self) -> nn.Module:
-        """Extract what the gates keep now, which need not meet the budget yet."""
+        """Return the network with the filters that the gates keep now; it need not meet the budget yet."""
         pruner = self.pruner
         return to_memory_format(extract(self.dense, pruner.example_inputs, pruner.plan(), pruner.graph), self.order)
 
     def _controlled(self) -> nn.Module:
         if self.control is None:
-            self.pruned()  # First, because the control reuses the dense network and overwrites its weights.
+            self.pruned()  # Extract it now, because the control overwrites the weights of the dense network.
             self.control = self.pruner.detach()
             self.control.load_state_dict(self.initial)
         return self.control
@@ -221,7 +221,7 @@ def build_pruner(
     """
     example = images[:2]
     graph = trace(dense, example, recipe.constraints.ignore)
-    constraints = replace(_constraints(dense, example, graph, recipe), ignore=())  # which the graph leaves out
+    constraints = replace(_constraints(dense, example, graph, recipe), ignore=())  # The graph leaves these out.
     scores: Scores = replace(recipe.scores, speed=_speed(recipe, trained_on))
     timed = None
     if recipe.budget.latency != 1:
@@ -257,9 +257,9 @@ def _constraints(dense: nn.Module, example: Tensor, graph: ChannelGraph, recipe:
 
 
 def _speed(recipe: Recipe, images: int) -> float:
-    """Return the logits that a score moves per step; 0 if `scores.lr` decides.
+    """Return the distance that logits move per step; 0 if `scores.lr` determines it.
 
-    With a steered penalty it is by default such that scores can move `LOGIT_TRAVEL` logits while limits tighten.
+    If the penalty is steered and `scores.speed` is 0, logits can move by `LOGIT_TRAVEL` while the limits tighten.
     """
     if recipe.scores.speed or not is_steered(recipe):
         return recipe.scores.speed
@@ -297,7 +297,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         if tensor.is_floating_point() != ours.is_floating_point():
             dtypes = f"{name} has dtype {tensor.dtype}, but the model's is {ours.dtype}"
             raise RunError(f"{where}: {dtypes}; convert it before saving")
-        if tensor.isnan().any() or (name in trained and tensor.isinf().any()):  # A mask may hold infinities.
+        if tensor.isnan().any() or (name in trained and tensor.isinf().any()):  # A mask may be infinite.
             raise RunError(f"{where}: {name} contains NaN or infinity; give other weights")
     model.load_state_dict(given)
 
@@ -335,7 +335,7 @@ def check_fit(model: nn.Module, images: Tensor, data: Data) -> None:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RunError(f"all weights of {name} are frozen, so nothing is trained; call requires_grad_(True)")
-    trained = training_outputs(model, images)  # None if it fails, which may be due to so few images
+    trained = training_outputs(model, images)  # None on errors, e.g. from too small a batch
     if trained is not None and not isinstance(trained, Tensor):
         raise RunError(
             f"{name} gives {type(trained).__name__} in training mode, where the loss needs logits alone; build it "
@@ -355,7 +355,7 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
         raise RunError(f"{where} cannot be read ({error}); save it with safetensors.torch.save_file") from error
     except OSError as error:
         raise RunError(f"{where} cannot be read ({error.strerror or error}); give another file") from error
-    except Exception as error:  # Unpickling may raise anything; torch's message suggests unsafe loading.
+    except Exception as error:  # Unpickling may raise anything; omit torch's hint to load unsafely.
         why = "it is damaged, or holds a whole model, which is never unpickled"
         remedy = "save it with torch.save(model.state_dict(), path)"
         raise RunError(f"{where} cannot be read ({why}); {remedy}") from error

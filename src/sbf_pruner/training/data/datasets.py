@@ -1,10 +1,10 @@
 """Data sets by name, folders of images, and the splits for training.
 
 A source is a function that returns the parts "train", "test" and optionally "val", each as a pair of arrays (uint8
-images N,C,H,W and int64 labels), a `Split` or a `LazySplit`. To add a data set, write such a function and
-`register` it; a user's own callable ("package.module:callable") or datasets need no registration. Nothing is ever
-unpickled, and missing or broken data raises a `DataError` that names the file and key. `Pictures` reads image files
-all at once or one by one with the same function, so both give the same pixels.
+images `(N, C, H, W)` and int64 labels `(N,)`), a `Split` or a `LazySplit`. To add a data set, write such a function
+and `register` it; a user's own callable ("package.module:callable") or datasets need no registration. Nothing is
+ever unpickled, and missing or broken data raises a `DataError` that names the file and key. `Pictures` reads image
+files all at once or one by one with the same function, so both give the same pixels.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPTIONAL_SETTINGS = ("path", "image_size", "in_memory", "fit", "middle")
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 MODES = {1: "L", 3: "RGB"}
-WIDEST = 4 / 3  # largest ratio of width to height of a window; the smallest is its inverse
+WIDEST = 4 / 3  # largest ratio of width to height of a random window; the smallest is its inverse
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
@@ -88,7 +88,7 @@ def own_parts(datasets: Any, where: str) -> dict[str, Split | LazySplit]:
 
 
 def _call_source(config: DataConfig, num_classes: int, seed: int, origin: Origin) -> Any:
-    """Call the user's callable with those of these settings that it has parameters for, and return its result."""
+    """Call the user's callable with the settings that it has parameters for, and return its result."""
     offered = {"path": config.path, "image_size": config.image_size, "num_classes": num_classes, "seed": seed}
     try:
         target = origin.find("data.name", config.name)
@@ -126,8 +126,8 @@ def digits(config: DataConfig, num_classes: int, seed: int) -> Arrays:
 
     They are the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI Machine
     Learning Repository, archive.ics.uci.edu/dataset/80, CC BY 4.0) as scikit-learn's `load_digits` returns it, with
-    the counts 0..16 multiplied by 15. The stored split was drawn once, class by class, and does not change with the
-    seed.
+    the pixel values 0..16 multiplied by 15. The stored split was drawn once, class by class, and does not change
+    with the seed.
     """
     with resources.files("sbf_pruner.training.data").joinpath("digits.npz").open("rb") as file:
         return _from_npz(file, "digits.npz")
@@ -135,7 +135,7 @@ def digits(config: DataConfig, num_classes: int, seed: int) -> Arrays:
 
 @register("synthetic", "image_size")
 def synthetic(config: DataConfig, num_classes: int, seed: int) -> Arrays:
-    """One random blocky pattern per class plus noise: easy to learn, and determined by the seed alone."""
+    """Images of one random blocky pattern per class plus noise, easy to learn and determined by the seed."""
     size = _needed(config, "image_size", "such as 32")
     random = np.random.default_rng((seed, num_classes))
     blocks = np.arange(size) * 4 // size
@@ -218,7 +218,7 @@ class View:
 
     size: int
     channels: int = 3
-    fit: str = "stretch"  # use the whole image, or with "crop" the largest square around its center
+    fit: str = "stretch"  # "stretch": use the whole image; "crop": the largest square around its center
     middle: float = 1.0  # fraction of each side of that region to use, around its center
 
     def box(self, width: int, height: int) -> Box:
@@ -230,7 +230,7 @@ class View:
         return left, top, min(left + across, width), min(top + down, height)
 
     def window(self, width: int, height: int, drawn: Sequence[float]) -> Box:
-        """Return the region of an image that is read in training, from the four numbers of `Batches.draw`."""
+        """Return a random region to read in training, given the four numbers that `Batches.draw` draws for it."""
         area, shape, x, y = drawn
         ratio = math.exp((2 * shape - 1) * math.log(WIDEST))
         across = min(math.sqrt(area * width * height * ratio), width)
@@ -271,14 +271,14 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 def list_pictures(root: Path, classes: Sequence[str], view: View) -> Pictures:
     """List the images in root/CLASS, class by class.
 
-    Raises a DataError if there are no images, for a class that is not in `classes`, a folder inside a class, and a
-    training class without images. Other files, and classes without images outside of training, cause a warning.
+    Raises a DataError if there are no images, if a class is not in `classes` or contains a folder, or if a training
+    class has no images. Logs a warning if there are other files, or if a class of another part has no images.
     """
     for folder in subfolders(root):
         if folder not in classes:
             raise DataError(f"{root / folder}: train has no class {folder!r}; {suggestion(folder, classes)}")
     found = [(path, label) for label, name in enumerate(classes) for path in sorted((root / name).glob("*"))]
-    # macOS creates hidden files beside images.
+    # macOS creates hidden files next to images.
     found = [(path, label) for path, label in found if not path.name.startswith(".") and path.is_file()]
     files = [(path, label) for path, label in found if path.suffix.lower() in SUFFIXES]
     if not files:
@@ -304,7 +304,7 @@ def subfolders(root: Path) -> list[str]:
 
 
 def read_picture(path: Path, view: View, window: Sequence[float] | None = None) -> NDArray[np.uint8]:
-    """Read a file as pixels (C,H,W), from a window or from the default region of `view`."""
+    """Return pixels `(C, H, W)` of a file, from `window` if given, otherwise from the default region of `view`."""
     try:
         from PIL import Image
     except ImportError:
@@ -313,7 +313,7 @@ def read_picture(path: Path, view: View, window: Sequence[float] | None = None) 
         raise DataError(f"data.channels: folder reads 1 (grey) or 3 (colour) channels, not {view.channels}")
     try:
         with Image.open(path) as image:
-            # Pillow would clip pixels of more than eight bits at white.
+            # Pillow would clip 16-bit pixels at 255 instead of scaling them.
             shown = Image.fromarray(_to_8_bit(np.asarray(image))) if image.mode.startswith("I") else image
             box = view.box(*image.size) if window is None else view.window(*image.size, window)
             if "transparency" in image.info:  # Pillow would warn about every such image.
@@ -376,9 +376,9 @@ def _member(archive: Any, key: str, source: str) -> NDArray[Any]:
 
 
 def _images(images: NDArray[Any], where: str) -> NDArray[np.uint8]:
-    """Convert images to uint8 N,C,H,W.
+    """Convert images to uint8 `(N, C, H, W)`.
 
-    Three axes are gray images; of four, the channel axis is the one with 1 to 4 entries. Floats must be in [0, 1].
+    They are `(N, H, W)` (gray), or have the channels, 1 to 4, in dimension 1 or 3. Floats must be in [0, 1].
     """
     if images.ndim == 3:
         images = images[:, None]
@@ -412,7 +412,7 @@ Normal = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviat
 
 
 def load_data(config: DataConfig, num_classes: int, seed: int, origin: Origin = UNTRUSTED) -> Data:
-    """Read the data set that `config` names, check it, and hold out the validation split it asks for.
+    """Read the data set that `config` names, check it, and hold out a validation split if `config` sets one.
 
     The user's code is imported only if `origin` is trusted.
 
@@ -420,14 +420,14 @@ def load_data(config: DataConfig, num_classes: int, seed: int, origin: Origin = 
     >>> len(data.train), len(data.validation), len(data.test)
     (1167, 130, 500)
     """
-    # Expand it here for all sources, including those of users.
+    # Expand "~" here for all sources, including those of users.
     config = replace(config, path=os.path.expanduser(config.path))
     return _assembled(config, read_parts(config, num_classes, seed, origin), num_classes, seed, class_names(config))
 
 
 def own_data(datasets: Mapping[str, Dataset[Any]], config: DataConfig, num_classes: int, seed: int) -> Data:
-    """Make a data set from the user's own datasets, one for each part."""
-    # `path` belongs to the data set in `name`, which is not used here, so it is no error.
+    """Return the data set made from the user's own datasets, one for each part."""
+    # `path` is for the data set that `name` names, which is not used here, so setting it is no error.
     check_read(config, ("path",))
     return _assembled(config, own_parts(datasets, "data"), num_classes, seed)
 
@@ -439,7 +439,7 @@ def _assembled(
     seed: int,
     classes: tuple[str, ...] = (),
 ) -> Data:
-    """Check and resize the parts, hold out a validation split, and find mean and deviation."""
+    """Check and resize the parts, hold out a validation split, and compute mean and standard deviation."""
     splits: dict[str, Split | LazySplit] = {}
     size = config.image_size
     for part, split in parts.items():
@@ -474,7 +474,7 @@ def _assembled(
 
 
 def _normal(config: DataConfig, train: Split | LazySplit, seed: int) -> Normal:
-    """Return mean and deviation for normalization: those of the recipe, or those of the training images."""
+    """Return the recipe's mean and standard deviation or, if it sets none, those of the training images."""
     if config.mean:
         if not train.pixels:
             raise DataError("data.mean: floating-point images are not normalized; leave out mean and std")
@@ -487,7 +487,7 @@ def _normal(config: DataConfig, train: Split | LazySplit, seed: int) -> Normal:
 
 
 def _held_out(train: Split | LazySplit, fraction: float, seed: int) -> tuple[Split | LazySplit, Split | LazySplit]:
-    """Hold out `fraction` of each class, chosen by the seed; the remaining images keep their order."""
+    """Return the training images, in order, and a validation split of a random `fraction` of each class."""
     labels = train.labels
     if labels is None:
         if fraction:
@@ -507,7 +507,7 @@ def _held_out(train: Split | LazySplit, fraction: float, seed: int) -> tuple[Spl
 
 
 def _statistics(images: Tensor) -> Normal:
-    """Compute exact mean and deviation per channel from the counts of the 256 pixel values."""
+    """Return exact mean and standard deviation per channel, from the counts of the 256 pixel values."""
     values = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
     for channel in images.unbind(1):

@@ -1,13 +1,13 @@
 """Training engine that compiles a step, captures it as a CUDA graph and replays it.
 
-Forward and backward are compiled, by default in bfloat16 and channels_last; gates are folded into the norms,
-convolution weights are cast and batch counters of norms are incremented by a few kernels for all layers at once.
-Evaluation is captured but not compiled: it runs too rarely to earn back the compile time.
+Forward and backward are compiled, by default in bfloat16 and channels_last. Gates are folded into the parameters of
+the norms; a few kernels cast the weights of all convolutions and increment the batch counters of all norms.
+Evaluation is captured but not compiled, because it runs too rarely to make up for the compile time.
 
 The learning rates of an epoch and, if the images are on the device, its random choices are copied to the device
-beforehand, and a counter on the device selects those of the current step, so the host only launches the graph.
-Capturing runs the step a few times to warm up, and then restores everything that these runs changed. On the CPU the
-same steps run without a graph, for tests.
+before its first step, and a counter on the device selects those of the current step, so the host only launches the
+graph. Capturing runs the step a few times to warm up, and then restores everything that these runs changed. On the
+CPU the same steps run without a graph, for tests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .eager import AfterStep, Engine, EpochProgress, EpochResult, Teacher, Weigh
 Work = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # images, labels -> loss, outputs, penalty
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # images, labels -> loss of each image, outputs
 Taught = Callable[[Tensor, Tensor, Tensor], Tensor]  # images, loss, outputs -> the loss to train on
-Inside = Callable[[], AbstractContextManager[Any]]  # -> the context in which a network runs, such as folded gates
+Inside = Callable[[], AbstractContextManager[Any]]  # -> context in which the network runs, e.g. with folded gates
 
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"max_autotune": True, "triton.cudagraphs": False}
 _WARM_UPS = 3  # runs of a step before it is captured
@@ -58,12 +58,12 @@ class CapturedEngine(Engine):
         self._loss = self._plain_loss
         self._tunable: TunableConvolutions | None = None
         self._counters = BatchCounters(self.network)
-        if self._fast:  # These settings are global; `restore_torch_settings` of the caller restores them.
+        if self._fast:  # These settings are global; the caller uses `restore_torch_settings`.
             torch.backends.cudnn.benchmark = True
             if dtype != torch.float32:
                 torch.set_float32_matmul_precision("high")
             self._loss = compile_copy(self._plain_loss, options=OPTIONS)
-            if order == torch.channels_last:  # TunableConvolutions computes in this memory format.
+            if order == torch.channels_last:  # TunableConvolutions requires this memory format.
                 self._tunable = TunableConvolutions(self.network, dtype)
         self._steps: dict[Any, Step] = {}
         self._evaluations: dict[Batches, Evaluation] = {}
@@ -107,7 +107,7 @@ class CapturedEngine(Engine):
             return super().evaluate(batches)
         self.network.eval()
         gates = None if self.pruner is None else (self.pruner.gates.mode, self.pruner.gates.all_open)
-        if gates != self._evaluated_with:  # A captured graph does not follow a change of the mode of the gates.
+        if gates != self._evaluated_with:  # A captured graph keeps the gate mode that it was captured with.
             self._evaluated_with, self._evaluations = gates, {}
         if batches not in self._evaluations:
             inside = self._folded() or nullcontext()
@@ -126,7 +126,7 @@ class CapturedEngine(Engine):
             yield
 
     def _taught(self, teacher: Teacher | None) -> Taught:
-        """Return a function that adds the distillation loss of a teacher to a loss.
+        """Return a function that mixes the distillation loss of `teacher`, if there is one, into a loss.
 
         It is compiled separately, so that the compiled graph of the student stays the same.
         """
@@ -145,7 +145,7 @@ class CapturedEngine(Engine):
     def _work(
         self, weights: WeightSteps | None, folded: LeafGates | None, taught: Taught, scored: Pruner | None
     ) -> Work:
-        """Return a training step: of weights, of scores if `scored`, or of both."""
+        """Return a training step that updates the weights if `weights` is given, and the scores if `scored` is."""
 
         def work(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             if weights is not None:
@@ -194,11 +194,11 @@ def make_engine(
 
 
 class BatchCounters:
-    """Context in which batch norms do not count batches, and `count` increments all their counters at once.
+    """Context in which batch norms do not increment `num_batches_tracked`; `count` increments all of them at once.
 
-    A compiled step would otherwise increment every `num_batches_tracked` with a kernel of its own: 55 of the 311
-    kernels of a forward of ResNet-56. A norm that runs twice in a step is counted once; the counters only serve to
-    detect running statistics that lag.
+    A compiled step would otherwise increment every counter with a separate kernel: 55 of the 311 kernels of a
+    forward of ResNet-56. A norm that runs twice in a step is counted once; the counters are only used to detect
+    running statistics that lag behind training.
 
     >>> norm = nn.BatchNorm2d(1)
     >>> with BatchCounters(norm) as counters:
@@ -209,12 +209,12 @@ class BatchCounters:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        # With momentum=None a norm averages over all batches, and reads its counter in the forward.
+        # Leave out norms with momentum=None: they average over all batches and read their counter in the forward.
         norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.momentum is not None]
         self._counts = {m: m.num_batches_tracked for m in norms if m.num_batches_tracked is not None}
 
     def __enter__(self) -> BatchCounters:
-        for module in self._counts:  # An instance attribute is found before the buffer of the same name.
+        for module in self._counts:  # An instance attribute hides the buffer of the same name.
             module.__dict__["num_batches_tracked"] = None
         return self
 
@@ -230,8 +230,8 @@ class BatchCounters:
 def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """Capture one run of `once` as a CUDA graph; `before_each` is called before every warm-up run and the capture.
 
-    The random state of the device is restored. A step that cannot be compiled or captured raises a RunError that
-    names the alternative.
+    The random state of the device is restored. Raises a RunError that suggests engine=plain if the step cannot be
+    compiled or captured.
     """
     try:
         random = torch.cuda.get_rng_state()
@@ -250,7 +250,7 @@ def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.c
         return graph
     except (PruningError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # Compilers fail in many ways, and a user's forward may synchronize with the host.
+    except Exception as error:  # Compilation may raise anything; a user's forward may synchronize with the host.
         cause = (str(error).strip() or "no reason given").splitlines()[0]
         raise RunError(
             f"the network's steps cannot be compiled and captured ({type(error).__name__}: {cause}); set "
@@ -259,7 +259,7 @@ def capture(once: Callable[[], None], before_each: Callable[[], Any]) -> torch.c
 
 
 class StateSnapshot:
-    """Snapshot of all tensors that a step changes, to undo its warm-up runs."""
+    """Snapshot of all tensors that a step changes, to restore them after its warm-up runs."""
 
     def __init__(
         self, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], more: Sequence[Tensor] = ()
@@ -311,16 +311,16 @@ class Step:
         self.images = kind(batches, self.at, self.team)
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
-            with self.inside():  # A replay reads the tensors of the capture, so it does not need this context.
+            with self.inside():  # Needed for the capture only: a replay reads the same tensors.
                 self.graph = capture(self._once, self.at.zero_)
             changed.undo()
 
     def epoch(
         self, index: int, rates: Sequence[float], after_step: AfterStep | None, begun: EpochProgress
     ) -> EpochResult:
-        """Run the steps of an epoch, or those that are left after `begun`.
+        """Run the steps of epoch number `index` that are not yet done in `begun`, and return the result.
 
-        The host synchronizes only to read the three sums at the end, and for whatever `after_step` does.
+        The host synchronizes only to read the three sums at the end, and if `after_step` does.
         """
         self.images.begin(index, begun.steps)
         if self.rate is not None:
@@ -334,7 +334,7 @@ class Step:
                 once()
                 if after_step is not None:
                     after_step(step, self.steps)
-        self.images.look_ahead(index + 1)  # Runs on the CPU while the device is busy.
+        self.images.look_ahead(index + 1)  # The CPU draws random choices while the device still runs.
         self.team.all_reduce_sum(self.sums)
         loss, hits, penalty = (self.sums / self.seen).tolist()
         return EpochResult(loss, 100 * hits, penalty)
@@ -350,9 +350,9 @@ class Step:
 
 
 class Evaluation:
-    """Evaluation of all images of a split in order, captured for batches of equal size.
+    """Evaluation of all images of a split in order, captured as a CUDA graph for batches of equal size.
 
-    The last batch is padded with its last image; the padding is not counted.
+    The last batch is padded with copies of the last image, which are not counted.
     """
 
     def __init__(
@@ -372,7 +372,7 @@ class Evaluation:
     def run(self) -> EpochResult:
         self.at.zero_()
         self.sums.zero_()
-        with self.inside:  # Entering recomputes the gated parameters.
+        with self.inside:  # Entering recomputes the parameters with folded gates.
             for _ in range(len(self.rows)):
                 self._once() if self.graph is None else self.graph.replay()
         self.team.all_reduce_sum(self.sums)
@@ -383,7 +383,7 @@ class Evaluation:
     def _once(self) -> None:
         rows = self.rows.index_select(0, self.at)[0]
         chosen = rows.clamp_max(self.count - 1)
-        # Without augmentation the offsets and flags are not used.
+        # `take` expects crop offsets and mirror flags, but does not use them without augmentation.
         images, labels = self.batches.take(chosen, *[chosen] * 3)
         losses, outputs = self.judge(images, labels)
         results = torch.stack([losses.double(), (outputs.argmax(1) == labels).double()])
@@ -392,7 +392,7 @@ class Evaluation:
 
 
 class OnDeviceBatch:
-    """Batches that a captured step makes itself, from images on the device.
+    """Batches that are made by operations inside the captured step, from images on the device.
 
     The random choices of an epoch are in fixed buffers on the device, and `at` selects those of the current step.
     """
@@ -402,7 +402,7 @@ class OnDeviceBatch:
         self.batches, self.at, self.team = batches, at, team
         self.take = compile_copy(batches.take) if batches.device.type == "cuda" else batches.take
         self.drawn = {name: choice.to(batches.device) for name, choice in self._draw(0).items()}
-        self.next: tuple[int, dict[str, Tensor]] = -1, {}  # number of an epoch, and its random choices
+        self.next: tuple[int, dict[str, Tensor]] = -1, {}  # next epoch's number and random choices
 
     def begin(self, index: int, first: int = 0) -> None:
         """Copy the random choices of epoch number `index` into the buffers; `at` already selects the first step."""
@@ -417,7 +417,7 @@ class OnDeviceBatch:
         self.next = index, self._draw(index)
 
     def batch(self) -> Batch:
-        """Return this rank's part of the batch, made by operations of the step itself."""
+        """Return this rank's part of the batch that `at` selects; these operations are captured."""
         rows = {name: buffer.index_select(0, self.at)[0] for name, buffer in self.drawn.items()}
         images, labels = self.take(**rows)
         return self.team.part(images), self.team.part(labels)
@@ -444,7 +444,7 @@ class StaticBatch:
         self.coming: Iterator[Batch] = iter(())
 
     def begin(self, index: int, first: int = 0) -> None:
-        """Start reading the batches of epoch number `index`, from number `first` on."""
+        """Start reading the batches of epoch number `index`, from batch number `first` on."""
         self.coming = self.batches.parts(index, self.team, first)
 
     def advance(self) -> None:
@@ -453,7 +453,7 @@ class StaticBatch:
         self.labels.copy_(labels)
 
     def look_ahead(self, index: int) -> None:
-        """Do nothing: batches are read ahead anyway."""
+        """Do nothing: data loader workers prefetch batches."""
 
     def batch(self) -> Batch:
         return self.images, self.labels
@@ -468,7 +468,7 @@ def compile_copy(function: Callable[Given, Result], **settings: Any) -> Callable
 
     torch stores compiled code with the code object of a function. Two networks in one process, with different hooks
     and gates, would share it: the second could run what was compiled for the first, and after eight networks
-    nothing would be compiled any more. A copy has its own code object.
+    torch would stop compiling. A copy has its own code object.
     """
     return cast("Callable[Given, Result]", torch.compile(copy_function(function), **settings))
 

@@ -1,10 +1,10 @@
 """Convolutions with gradients that are fast for few channels, and a disk cache of the fastest kernels.
 
 The input gradient of a convolution with stride 1 is itself a convolution, with the kernel flipped and the channels
-exchanged. In this form the compiler tunes it like any forward, while the library's kernel for it is made for many
-more channels than a CIFAR network has. Two kernels per step cast and flip the weights of all layers at once: layer
-by layer, 55 layers spend more time on kernel launches than on the work. With Triton, a kernel of this package
-(`triton_kernels`) computes weight gradients wherever it is faster.
+exchanged. torch.compile tunes this form like any forward, while cuDNN's kernels for input gradients are designed
+for many more channels than a CIFAR network has. Two kernels per step cast and flip the weights of all layers at
+once, because for 55 single layers the kernel launches take longer than the computation. If Triton is installed, a
+kernel of this package (`triton_kernels`) computes the weight gradients of the layers for which it is faster.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ...utils.user_model import PrunerHook
 
 
 def load_choice(key: str) -> str | None:
-    """Return the choice that an earlier process stored under a key, if any.
+    """Return the kernel choice that an earlier process stored under a key, or None.
 
-    Each choice is a small file in the cache folder of torch's compiler. Stored choices keep runs that start
-    together from disturbing each other's timings; losing them costs only the seconds it takes to measure again.
+    Each choice is a small file in the cache folder of torch's compiler. Runs that start at the same time would
+    disturb each other's timings, which stored choices avoid. If the files are lost, measuring again takes seconds.
     """
     with suppress(OSError, UnicodeDecodeError):
         stored, _, choice = _choice_file(key).read_text("utf-8").partition("\n")
@@ -39,7 +39,7 @@ def load_choice(key: str) -> str | None:
 
 
 def store_choice(key: str, choice: str) -> None:
-    """Store a choice for later processes; do nothing if the cache folder is not writable."""
+    """Store a kernel choice for later processes; do nothing if the cache folder is not writable."""
     with suppress(OSError, RunError), atomic_path(_choice_file(key)) as path:
         path.write_text(f"{key}\n{choice}\n", "utf-8")
 
@@ -50,13 +50,13 @@ def _choice_file(key: str) -> Path:
     return Path(cache_dir()) / "sbf_pruner" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.txt"
 
 
-_ALIGNED = 64  # elements; a compiled kernel would first copy a tensor that is not aligned
+_ALIGNED = 64  # elements to align copies of weights to; a compiled kernel first copies an unaligned tensor
 
 
 class TunableConvolutions:
     """Context in which a network's convolutions with stride 1 have gradients that the compiler can tune.
 
-    They read copies of their weights in `dtype` that `refresh` updates; gradients go to the weights themselves.
+    They read copies of their weights in `dtype`, updated by `refresh`; gradients are those of the original weights.
     """
 
     def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
@@ -73,7 +73,7 @@ class TunableConvolutions:
         for module, weight, start in zip(self.modules, weights, starts, strict=True):
             filters, channels, height, width = weight.shape
             part = slice(start, start + weight.numel())
-            # Both are channels_last: filter, row, column, channel.
+            # Both have the memory order of channels_last; in `turned`, filters and channels are exchanged.
             cast = self._plain[part].view(filters, height, width, channels).permute(0, 3, 1, 2)
             turned = self._turned[part].view(channels, height, width, filters).permute(0, 3, 1, 2)
             numbers = torch.arange(part.start, part.stop).view(filters, height, width, channels)
@@ -94,17 +94,17 @@ class TunableConvolutions:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the cast and the flipped copies of the weights."""
+        """Update the cast copies of the weights, and the flipped ones, in place."""
         if self.modules:
             torch._foreach_copy_(self._casts, self._weights)
             torch.index_select(self._plain, 0, self._places, out=self._turned)
 
 
 class _Tuned(PrunerHook):
-    """Replaces the forward of one convolution.
+    """Replacement for the forward of one convolution.
 
-    This is no partial function, because the compiler writes down the values that it guards on, and would print the
-    tensors of a partial, row by row from the device.
+    This is no `functools.partial`, because torch.compile formats the values that it guards on as text, and would
+    copy the tensors of a partial from the device row by row for that.
     """
 
     def __init__(self, module: nn.Conv2d, cast: Tensor, turned: Tensor, kernel: bool) -> None:

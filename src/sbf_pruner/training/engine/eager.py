@@ -1,8 +1,8 @@
-"""Eager training engine: epochs of weights, scores or both, evaluation, optimizers, averages and distillation.
+"""Eager training engine: training epochs, evaluation, optimizers, moving averages of weights, and distillation.
 
-Losses and hits are summed on the device and read once per epoch, so there is no host synchronization between steps.
-The learning rate and the gates are tensors that are filled in place: a step contains no Python number that changes,
-so it can be compiled or captured as it is.
+Losses and correct predictions are summed on the device and read once per epoch, so there is no host synchronization
+between steps. The learning rate and the gates are tensors that are filled in place, so no Python number in a step
+changes from one step to the next, and a step can be compiled or captured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..data.batches import Batches
 from ..device import to_memory_format
 from ..recipe import OptimizerConfig
 
-AfterStep = Callable[[int, int], None]  # called with the number of steps done and of all steps of the epoch
+AfterStep = Callable[[int, int], None]  # called with the steps done and the steps of the epoch
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EpochProgress:
     """The part of a training epoch that was done before the run was interrupted."""
 
     steps: int = 0
-    sums: tuple[float, ...] = (0.0, 0.0, 0.0)  # of loss, hits and penalty over these steps
+    sums: tuple[float, ...] = (0.0, 0.0, 0.0)  # of loss, correct predictions and penalty over these steps
     seconds: float = 0.0
     random: tuple[Tensor, ...] = ()  # states of torch's random number generators, of the CPU and of the GPU in use
 
@@ -56,7 +56,7 @@ class EpochResult:
 
 
 class Engine:
-    """Runs epochs of one network on one device.
+    """Training and evaluation of one network on one device, epoch by epoch.
 
     >>> from ..data.batches import DeviceBatches, Split
     >>> two = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
@@ -79,7 +79,7 @@ class Engine:
         self.team = team or DistributedContext.present()  # the ranks that share every batch
         self.after_step: AfterStep | None = None
         self.before_evaluation_batch: Callable[[], None] | None = None
-        # sums of loss, hits and penalty over the steps of the current training epoch
+        # sums of loss, correct predictions and penalty over the steps of the current training epoch
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
 
     def train_epoch(
@@ -93,14 +93,15 @@ class Engine:
         average: Average | None = None,
         begun: EpochProgress = EPOCH_START,
     ) -> EpochResult:
-        """Train the weights for one epoch, or for what is left of it; `rates` holds the learning rate of each step.
+        """Train the weights for the steps of an epoch after `begun`; `rates` holds the learning rate of each step.
 
-        Always use the same label smoothing, teacher and average with an optimizer: a captured step is kept per
-        optimizer. Inside `pruner.scoring(joint=True)` the scores are trained in the same steps.
+        Calls with the same optimizer must pass the same label smoothing, teacher and average, because
+        `CapturedEngine` captures one step per optimizer. Inside `pruner.scoring(joint=True)` the scores are trained
+        in the same steps.
         """
         weights = WeightSteps(optimizer, rates, label_smoothing, average)
         result = self._train(batches, epoch, teacher, begun, weights)
-        # Ranks see different images, so average the statistics of norms, and the moving average, over all of them.
+        # Ranks train on different images, so average norm statistics and the moving average over all ranks.
         statistics = [buffer for buffer in self.network.buffers() if buffer.is_floating_point()]
         self.team.average([*statistics, *([] if average is None else average.tensors)])
         return result
@@ -108,7 +109,7 @@ class Engine:
     def score_epoch(
         self, batches: Batches, epoch: int, teacher: Teacher | None = None, begun: EpochProgress = EPOCH_START
     ) -> EpochResult:
-        """Train the scores for one epoch, or for what is left of it, inside `pruner.scoring()`."""
+        """Train the scores for the steps of an epoch after `begun`; call this inside `pruner.scoring()`."""
         assert self._scored() is not None
         return self._train(batches, epoch, teacher, begun)
 
@@ -120,7 +121,7 @@ class Engine:
         begun: EpochProgress,
         weights: WeightSteps | None = None,
     ) -> EpochResult:
-        """Train the weights as `weights` says, if given, and the scores inside `pruner.scoring()`."""
+        """Train the weights if `weights` is given, and the scores if called inside `pruner.scoring()`."""
         self.network.train()
         scored = self._scored()
         sums = _Sums(self.sums, begun, batches)
@@ -160,7 +161,7 @@ class Engine:
         return sums.tally(self.team)
 
     def recalibrate(self, batches: Batches, epoch: int, count: int) -> Callable[[], None]:
-        """Recompute batch norm statistics from `count` batches of an epoch; return a function that undoes it."""
+        """Recompute batch norm statistics from `count` batches of an epoch; return a function that undoes this."""
         self.network.eval()
         with fresh_statistics(self.network) as undo:
             self.look(batches, epoch, count)
@@ -185,7 +186,7 @@ class Engine:
         return self._compute(teacher.answers, images)
 
     def _compute(self, function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-        """Apply a network in the engine's dtype and memory format; the outputs are float32."""
+        """Return the outputs of `function` as float32; it runs in the engine's dtype and memory format."""
         images, lower = images.contiguous(memory_format=self.order), self.dtype != torch.float32
         with torch.autocast(self.device.type, self.dtype, enabled=lower):
             outputs = function(images.to(self.dtype) if lower else images)
@@ -193,7 +194,7 @@ class Engine:
 
 
 def count_correct(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Count the images that are classified correctly; a blended image belongs to its most probable class.
+    """Return the number of correctly classified images; a blended image counts as its most probable class.
 
     >>> soft = torch.tensor([[0.6, 0.4], [0.7, 0.3]])
     >>> count_correct(torch.eye(3), torch.tensor([0, 1, 1])), count_correct(torch.eye(2), soft)
@@ -203,7 +204,7 @@ def count_correct(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Sums:
-    """Running sums of loss, hits and penalty on the device; loss and penalty are weighted by batch size."""
+    """Sums of loss, correct predictions and penalty on the device; loss and penalty are weighted by batch size."""
 
     def __init__(self, sums: Tensor, begun: EpochProgress = EPOCH_START, batches: Batches | None = None) -> None:
         self.sums = sums.copy_(torch.tensor(begun.sums, dtype=sums.dtype))
@@ -211,7 +212,7 @@ class _Sums:
 
     def add(self, outputs: Tensor, labels: Tensor, loss: Tensor, penalty: Tensor | None = None) -> None:
         count = len(labels)
-        # In float32 the product with a batch size of 24 would be rounded.
+        # In float32 the product with a batch size such as 24 would be rounded.
         self.sums[0] += count * loss.detach().double()
         self.sums[1] += count_correct(outputs, labels)
         if penalty is not None:
@@ -228,7 +229,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class WeightSteps:
-    """How an epoch trains the weights; `rates` holds the learning rate of each step."""
+    """Arguments of `Engine.train_epoch` about the weights; `rates` holds the learning rate of each step."""
 
     optimizer: torch.optim.Optimizer
     rates: Sequence[float]
@@ -238,7 +239,7 @@ class WeightSteps:
 
 @dataclass
 class WeightTrainer:
-    """Optimizer of a phase and, if the recipe asks for it, the moving average of what it trains."""
+    """Optimizer of a phase and, if its `ema` is above 0, the moving average of the network that it trains."""
 
     optimizer: torch.optim.Optimizer
     average: Average | None = None
@@ -251,7 +252,7 @@ class WeightTrainer:
         optimizer: dict[str, Any] | None = None,
         average: dict[str, Any] | None = None,
     ) -> WeightTrainer:
-        """Create both for a new phase or, with the two states of a checkpoint, for one that is resumed."""
+        """Create both for a phase; `optimizer` and `average` are their states if the phase is resumed."""
         trainer = cls(make_optimizer(network, config), Average(network, config.ema) if config.ema else None)
         if optimizer is not None:
             restore_optimizer(trainer.optimizer, optimizer)
@@ -260,7 +261,7 @@ class WeightTrainer:
         return trainer
 
     def settle(self) -> None:
-        """Copy the average into the network, at the end of a phase, and drop it."""
+        """Copy the average, if there is one, into the network at the end of a phase, and discard it."""
         if self.average is not None:
             self.average.take_over()
             self.average = None
@@ -291,8 +292,8 @@ def make_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.O
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a state dict into an optimizer, and give its tensors the memory format of the parameters.
 
-    A file stores tensors channels first, and an element-wise step rounds identically only if it walks over both in
-    the same order. The learning rate stays the single tensor, on the optimizer's own device, that all groups share.
+    A checkpoint stores contiguous tensors, but a resumed step is bit-identical only if state and parameters have
+    the same memory format. The learning rate remains one tensor on the optimizer's device, shared by all groups.
     """
     rate = optimizer.param_groups[0]["lr"]
     optimizer.load_state_dict(for_this_device(state, optimizer))
@@ -309,7 +310,7 @@ class Average:
 
     It starts as a copy, with a small decay that grows to `decay` over the first steps, so that the initial values
     are soon forgotten. Integer buffers such as counters are not averaged. An update consists of tensor operations
-    only, so it can be captured with its step, and the network's tensors change only in place.
+    only, so it can be captured with its step. `applied` and `take_over` change the network's tensors in place.
 
     >>> net = nn.Linear(1, 1, bias=False)
     >>> average = Average(net, decay=0.5)
@@ -355,7 +356,7 @@ class Average:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Copy the average into the network for good."""
+        """Copy the average into the network permanently."""
         torch._foreach_copy_(self._now, self._average)
 
     def state_dict(self) -> dict[str, Any]:
@@ -381,7 +382,7 @@ class Teacher:
         self.alpha = torch.tensor(alpha, device=device)
 
     def answers(self, images: Tensor) -> Tensor:
-        """Return the teacher's logits; with `mirrored`, the mean over images and their mirror images.
+        """Return the teacher's logits; if `mirrored` is true, the mean over each image and its mirror image.
 
         >>> Teacher(nn.Flatten(), 0.5, 4.0, mirrored=True).answers(torch.tensor([[[[1.0, 3.0]]]]))
         tensor([[2., 2.]])
@@ -394,7 +395,7 @@ class Teacher:
         return outputs.unflatten(0, (2, -1)).mean(0) if self.mirrored else outputs
 
     def mixed(self, loss: Tensor, outputs: Tensor, answers: Tensor) -> Tensor:
-        """Return `(1 - alpha) loss + alpha T^2 KL(teacher || student)`; T^2 keeps the gradient's size as T grows.
+        """Return `(1 - alpha) loss + alpha T^2 KL(teacher || student)`; T^2 keeps the gradient's scale as T grows.
 
         >>> same = torch.tensor([[1.0, 2.0]])
         >>> Teacher(nn.Identity(), 0.5, 4.0).mixed(torch.tensor(3.0), same, same)

@@ -1,10 +1,10 @@
 """Triton kernel for the weight gradient of 3x3 convolutions with few channels, and selection of the fastest kernel.
 
-A library's kernels for this are made for hundreds of channels and mostly idle with 16. Here the window is folded
-into one matrix product: the input is read at the three rows of the window side by side, the output gradient at its
-three columns, and all nine parts of the result are blocks of a product large enough for the tensor cores. Every
-program handles its own range of pixels; their sums are added in a fixed order, so equal inputs give equal bits.
-Needs Triton and a CUDA device; `convolutions` imports this module only where both exist.
+cuDNN's kernels are designed for hundreds of channels and use little of the device with 16. This kernel computes the
+gradient of all nine positions of the 3x3 window in one matrix product, which is large enough for the tensor cores:
+one factor concatenates the input shifted by each row of the window, the other one the output gradient shifted by
+each column. Each program handles a range of pixels; their sums are added in a fixed order, so equal inputs give
+bit-identical results. Needs Triton and a CUDA device; `convolutions` imports this module only if both exist.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from .convolutions import load_choice, store_choice
 Candidate = TypeVar("Candidate")
 Work = Callable[[], Tensor]
 
-_AGREES = 0.02  # largest accepted difference, relative to the norm: the trusted result may be rounded to bfloat16
+_AGREES = 0.02  # largest accepted error, relative to the trusted result, which may be rounded to bfloat16
 _IMPOSSIBLE = (RuntimeError, triton.TritonError)  # The device has too few registers or too little shared memory.
-# Cycles that the device sleeps while the host queues the timed launches, which take longer than the work
+# Clock cycles that the device sleeps while the host queues the timed launches. Launching takes longer than running
+# these kernels, so without the sleep the measured time would be that of the host.
 _HEAD_START = 10_000_000
 
 
 class Choices(Generic[Candidate]):
-    """The fastest candidate found for each shape, dtype and device of an input and number of filters.
+    """Fastest candidate for each input shape, dtype, device and number of filters.
 
-    Choices are stored for other processes. `source` is the file of the kernels: stored choices are used only for
-    identical kernels.
+    Choices are stored on disk for other processes. `source` is the path of the file that defines the kernels; a
+    stored choice is used only if that file has not changed.
     """
 
     def __init__(self, trusted: Candidate, source: str) -> None:
@@ -45,7 +46,7 @@ class Choices(Generic[Candidate]):
         self._made: dict[tuple[torch.Size, int, torch.dtype, torch.device], Candidate] = {}
 
     def choose(self, x: Tensor, filters: int, works: Mapping[Candidate, Work]) -> Candidate:
-        """Return the candidate for a layer; the first call measures all of them.
+        """Return the fastest candidate for a layer; the first call for that layer measures all of them.
 
         During graph capture nothing is measured, and a layer without a choice uses the trusted candidate.
         """
@@ -72,7 +73,7 @@ class Choices(Generic[Candidate]):
 
 
 def quickest(works: Mapping[Candidate, Work]) -> Candidate:
-    """Return the fastest candidate whose result agrees with that of the first, which is trusted."""
+    """Return the fastest candidate whose result agrees with that of the first one, which is trusted."""
     ways = list(works)
     trusted = works[ways[0]]()
     times = {way: seconds(works[way]) for way in ways if way == ways[0] or _agrees(works[way], trusted)}
@@ -88,9 +89,9 @@ def _agrees(work: Work, trusted: Tensor) -> bool:
 
 
 def seconds(work: Work, repeats: int = 10, rounds: int = 3) -> float:
-    """Return the device time of one run, in the best of several rounds, as others may use the device too.
+    """Return the device time of one call of `work` in seconds, or infinity if it cannot run on this device.
 
-    Returns infinity if the work cannot run on this device.
+    This is the minimum over several rounds, because other processes may use the device too.
     """
     try:
         for _ in range(3):  # Compile the kernels, and let the library choose its algorithm.
@@ -111,14 +112,15 @@ def _round(work: Work, repeats: int) -> float:
     return float(first.elapsed_time(last)) / 1e3
 
 
-_LARGEST = 128 * 128  # elements of the product that a program can hold in registers
-_SMALL = 64 * 64  # this many need only half of the registers
+_LARGEST = 128 * 128  # largest number of elements of a product that one program can hold in registers
+_SMALL = 64 * 64  # A product of up to this many elements needs only half of the registers.
 
 
 class KernelConfig(NamedTuple):
-    """Configuration of the kernel: rows of the window per program, pipeline stages of its loads, and programs.
+    """Configuration of the kernel.
 
-    `programs` is the number per multiprocessor, over all rows of the window.
+    `rows` is the number of rows of the window that one program handles, `ahead` the number of pipeline stages of
+    its loads, and `programs` the number of programs per multiprocessor, over all rows of the window.
     """
 
     rows: int
@@ -131,10 +133,10 @@ CHOICES = Choices(LIBRARY, __file__)
 
 
 def candidate_configs(x: Tensor, filters: int) -> list[KernelConfig]:
-    """Return the configurations to try: all rows of the window in one program where that fits, else one per row.
+    """Return the configurations to try: all rows of the window in one program if they fit, otherwise one each.
 
-    Data that is loaded ahead is held in shared memory. Other loads go through the L1 cache, which overlapping
-    windows hit, and need more programs to hide their latency.
+    Pipelined loads (`ahead` above 1) are kept in shared memory. Other loads go through the L1 cache, where
+    overlapping windows hit, and need more programs to hide their latency.
     """
     whole, row = (_product(rows, x.shape[1], filters) for rows in (3, 1))
     if row > _LARGEST or not _small_enough(x, filters):
@@ -154,12 +156,12 @@ def _kernel(  # type: ignore[no-untyped-def]
     C_UNIT: tl.constexpr, F_UNIT: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    # Channel counts are passed as multiples of a unit, so that the compiler knows what divides them and vectorizes
-    # the loads, without a compilation for every count.
+    # A channel count is passed as a factor times a compile-time divisor (C_UNIT, F_UNIT), so that the compiler can
+    # vectorize the loads, and need not compile the kernel again for every count.
     C = c_units * C_UNIT
     N_F = f_units * F_UNIT
     program = tl.program_id(0)
-    # Sizes are powers of two, so three rows of the window take the room of four. The fourth is masked.
+    # Triton requires sizes that are powers of two, so three rows are padded to four, and the fourth is masked.
     place_x = tl.arange(0, 4 * BC if ROWS == 3 else BC)
     place_y = tl.arange(0, 4 * BF)
     c, f = place_x % BC, place_y % BF
@@ -186,7 +188,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         product = tl.dot(tl.trans(x), dy, product)
-    # Store in the layout of a channels_last weight: filter, row, column, channel.
+    # Store in the memory order of a channels_last weight: filter, row, column, channel.
     window = (down[:, None] + 1) * 3 + right[None, :] + 1
     place = program * 9 * C * N_F + f[None, :] * (9 * C) + window * C + c[:, None]
     tl.store(sums_ptr + place, product, mask=seen[:, None] & asked[None, :])
@@ -207,8 +209,8 @@ def _add_up(sums_ptr, result_ptr, programs, size, ROWS: tl.constexpr, COLUMNS: t
 def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
     """Return the weight gradient of `conv2d(x, weight, padding=1)` for a 3x3 kernel with stride 1, in float32.
 
-    `x` and the output gradient `dy` are bfloat16 or float16. The first call for each shape measures all ways to
-    compute it, including the library's, and selects the fastest one that agrees with the library.
+    `x` and the output gradient `dy` are bfloat16 or float16. The first call for each shape measures all
+    configurations, including torch's own operator, and selects the fastest one that agrees with that operator.
     """
     x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
     works = {way: partial(compute, x, dy, way) for way in candidate_configs(x, dy.shape[1])}
@@ -221,7 +223,7 @@ def _(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def compute(x: Tensor, dy: Tensor, way: KernelConfig) -> Tensor:
-    """Compute the weight gradient with a given configuration; `x` and `dy` are channels_last."""
+    """Compute the weight gradient with the configuration `way`; `x` and `dy` are channels_last."""
     images, channels, height, width = x.shape
     filters, result = dy.shape[1], _empty(x, dy)
     if way == LIBRARY:
@@ -247,7 +249,7 @@ def compute(x: Tensor, dy: Tensor, way: KernelConfig) -> Tensor:
 
 
 def _product(rows: int, channels: int, filters: int) -> int:
-    """Return the number of elements of the product of one program."""
+    """Return the number of elements of the matrix product that one program computes."""
     return _tile(channels) * (4 if rows == 3 else 1) * 4 * _tile(filters)
 
 
