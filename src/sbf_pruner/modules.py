@@ -1,4 +1,4 @@
-"""Modules that an extracted network contains beside the user's own.
+"""Modules that an extracted network contains in addition to the user's own.
 
 Layers of one residual stage may keep different filters, so their outputs must be brought into a common layout.
 `Remap` does that (gather, scatter into zeros, or both), `Zeros` replaces a layer without filters, and
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 
 class Remap(nn.Module):
-    """Output channel `i` is input channel `source[i]`, or zero where `source[i]` is -1.
+    """Select or reorder channels: output channel `i` is input channel `source[i]`, or zero if `source[i]` is -1.
 
     >>> Remap([1, -1, 0])(torch.tensor([[5.0, 7.0]]))
     tensor([[7., 0., 5.]])
@@ -37,10 +37,10 @@ class Remap(nn.Module):
         self.inputs = inputs if inputs is not None else max(kept, default=-1) + 1
         take = torch.tensor(kept, dtype=torch.int64)
         put = torch.tensor([o for o, i in enumerate(self.source) if i >= 0], dtype=torch.int64)
-        # The same mapping as lookup tables in both directions; -1 stands for zero.
+        # Source index of each output channel, and output index of each input channel; -1 for none.
         forth = torch.tensor(self.source, dtype=torch.int64)
         back = torch.full((self.inputs,), -1).index_copy_(0, take, put)
-        # Not persistent: indices are structure that is rebuilt from the plan, not trained state.
+        # Not persistent: the indices are not trained, but computed again from the plan when a network is loaded.
         for name, table in (("take", take), ("put", put), ("forth", forth), ("back", back)):
             self.register_buffer(name, table, persistent=False)
         self._moves = len(set(kept)) == len(kept)
@@ -51,11 +51,11 @@ class Remap(nn.Module):
         if self._moves and self.dim == 1 and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             # The result is in channels-last memory format, which is the fastest on a GPU.
             return _Moved.apply(x.movedim(1, -1), self.forth, self.back).movedim(-1, 1)
-        # A map of one channel or one pixel fits both memory formats; it must stay contiguous for calls of view().
+        # A feature map of one channel or one pixel has both memory formats and must stay contiguous for `view()`.
         last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         if last and self.dim == 1:
-            # In channels-last memory format a pixel is a row, and selecting columns of a matrix is much faster
-            # than selecting channels of a feature map with permuted strides.
+            # In channels-last memory format this is a matrix of shape (N * H * W, C), and selecting its columns is
+            # much faster than selecting channels of a feature map with permuted strides.
             images, channels, height, width = x.shape
             rows = self._move(x.permute(0, 2, 3, 1).reshape(-1, channels), 1)
             return rows.view(images, height, width, -1).permute(0, 3, 1, 2)
@@ -76,7 +76,7 @@ class Remap(nn.Module):
 
 
 class GatePoint(Remap):
-    """Identity that a model puts behind a sum to have a layer's gate applied there, not before the addition.
+    """Identity module that a model calls on a sum to have a layer's gate applied there, not before the addition.
 
     A closed gate then removes the whole channel of the sum, including what the other operand adds to it. In an
     extracted network a plain remap takes its place.
@@ -113,7 +113,7 @@ def _looked_up(x: Tensor, table: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Window:
-    """Output size of one spatial dimension of a convolution."""
+    """Settings of a convolution along one spatial dimension; a call maps the input size to the output size."""
 
     kernel: int
     stride: int
@@ -132,7 +132,7 @@ class Window:
 
 
 class Zeros(nn.Module):
-    """Replacement of a layer without filters: returns zeros in the shape of its output, without arithmetic.
+    """Replacement of a layer that keeps no filter: returns zeros in the shape of its output, without arithmetic.
 
     Attributes of the layer are copied and its parameters become empty buffers, so that code that reads its settings
     or the dtype of its weight keeps working.
@@ -171,13 +171,13 @@ class Zeros(nn.Module):
 
 
 class RemappedModule(nn.Module):
-    """A user's module with the remaps that fit it to its neighbors.
+    """A user's module with remaps of its input and its output.
 
     Attributes of the module can be read, set and deleted here, so code that reads `block.conv1.stride` or assigns
     `block.conv1.weight` keeps working.
 
-    `folded` is set for a layer without a bias whose batch norm has a remap behind it. Folding the norm into the
-    layer removes both and gives the layer a bias; from then on `folded` runs in place of that remap.
+    `folded` is set for a layer without a bias whose batch norm is followed by a remap. Folding the norm into the
+    layer removes norm and remap and gives the layer a bias; from then on `folded` runs in place of that remap.
     """
 
     INNER = "module"
@@ -191,8 +191,8 @@ class RemappedModule(nn.Module):
         self.folded: Remap | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        parts: dict[str, Any] = self._modules  # __getattr__ would take longer than the calls
-        # The tensor may also be a keyword argument (`input=`), or have settings beside it (`output_size=`).
+        parts: dict[str, Any] = self._modules  # avoids the slow __getattr__
+        # The tensor may also be a keyword argument (`input=`), and there may be settings (`output_size=`).
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             result = parts["after"](parts["module"](parts["before"](args[0])))
         else:
@@ -206,7 +206,7 @@ class RemappedModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             if name == self.INNER or name.startswith("__"):
-                raise  # not constructed or unpickled yet; and dunders of the module are not for copy and pickle
+                raise  # before `module` is set; and copy and pickle must not find its dunder methods
             return getattr(super().__getattr__(self.INNER), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -230,8 +230,7 @@ class RemappedModule(nn.Module):
 
 
 def plain_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Map the qualified name of every module to that before an earlier pruning wrapped modules in
-    `RemappedModule`."""
+    """Map every qualified module name to the name without the `RemappedModule` wrappers of earlier extractions."""
     names: dict[str, str] = {}
     for path in modules:
         head, _, tail = path.rpartition(".")

@@ -52,7 +52,7 @@ class Plan:
         return Plan, (dict(self.keep),)
 
     def widths(self) -> dict[str, int]:
-        """Return how many filters each layer keeps."""
+        """Return the number of filters that each layer keeps."""
         return {name: len(kept) for name, kept in self.keep.items()}
 
     @classmethod
@@ -105,7 +105,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan from JSON; raise PlanError if the text is not one, VersionError if it is newer."""
+        """Read a plan from JSON; raise PlanError if the text is no plan, VersionError if its format is newer."""
         try:
             written = json.loads(text)
         except json.JSONDecodeError as error:
@@ -123,7 +123,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from a JSON file; raise PlanError if it holds none."""
+        """Read a plan from a JSON file; raise PlanError if the file does not contain one."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError:
@@ -134,7 +134,7 @@ class Plan:
 
 
 def check_plan(plan: object) -> None:
-    """Raise a PlanError if the argument is not a Plan (but its dict, for example)."""
+    """Raise a PlanError if the argument is not a Plan, for example a dict."""
     if not isinstance(plan, Plan):
         raise PlanError(f"a plan is an sbf.Plan, not {type(plan).__name__}; write {_WRITTEN}")
 

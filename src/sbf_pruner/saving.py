@@ -1,10 +1,11 @@
 """Save and load pruned networks and check exported folders, without running code from files.
 
 `save` writes the tensors to `model.safetensors` and the filters that each layer keeps to `plan.json`; `load` builds
-the dense network, applies the plans and loads the tensors. The checksummed header of `model.safetensors` holds
-every plan in turn and the shapes and dtypes of the example inputs. The manifest `export.json` detects damaged
-files, not a folder forged together with it. `torch.export.load` unpickles, evaluates expressions and loads
-libraries if a file asks for it, so `read_program` passes it a new archive of raw tensors and listed operators only.
+the dense network, applies the plans and loads the tensors. The checksummed header of `model.safetensors` contains
+the plans of all extractions in order, and the shapes and dtypes of the example inputs. The manifest `export.json`
+detects damaged files, not a folder forged together with it. A crafted file can make `torch.export.load` unpickle
+objects, evaluate code and load libraries, so `read_program` gives it a new archive with raw tensors and listed
+operators only.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _INPUTS = "give the inputs it was pruned with: load(folder, build, example_input
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
-    """Save a network returned by `extract`, or any other module, into a folder. A gated model is refused.
+    """Save a network returned by `extract`, or any other module, to a folder; raise a PruningError if it is gated.
 
     >>> import tempfile
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -155,7 +156,7 @@ MANIFEST_FORMAT = "sbf-pruner export 1"
 # All files that an export may write. `--force` removes no others, whatever a manifest lists.
 FILES = ("network.onnx", "network-int8.onnx", PROGRAM, MODEL, PLAN, "recipe.toml", "README.md")
 _EXPORT_AGAIN = "export the run again with: sbf export RUN --force"
-# For a folder that --force cannot replace.
+# Remedy for a folder that --force cannot replace.
 _ANEW = "export the run into another folder with: sbf export RUN --to DIR"
 
 
@@ -199,7 +200,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def exported_files(folder: Path, shown: Path) -> list[Path]:
-    """Return the files of an exported folder, the manifest last; raise a RunError if it holds any other file.
+    """Return the files of an exported folder, the manifest last; raise a RunError if it contains any other file.
 
     `shown` is the name of the folder in messages.
     """
@@ -221,11 +222,11 @@ def remove_export(folder: Path) -> None:
         manifest = read_manifest(folder)
     except RunError:
         return
-    for name in (*FILES, MANIFEST):  # The manifest goes last, because it identifies the others.
+    for name in (*FILES, MANIFEST):  # The manifest is removed last, because it lists the others.
         path = folder / name
         if (name in manifest["files"] or name == MANIFEST) and path.is_file() and not path.is_symlink():
             path.unlink()
-    with suppress(OSError):  # The folder still holds files of the user.
+    with suppress(OSError):  # It fails if the folder still contains files of the user.
         folder.rmdir()
 
 
@@ -309,7 +310,7 @@ _IN_EXPRESSIONS = (
     "CleanDiv",
 )
 _LONGEST_EXPRESSION = 500  # characters
-_MOST_TERMS = 32  # of one expression, when multiplied out
+_MOST_TERMS = 32  # in one expression after multiplying out
 # sympy is slow with these operations, so each counts as several terms.
 _SLOW_TERMS = {"Max": 8, "Min": 8, "Mod": 8, "FloorDiv": 8, "CleanDiv": 8}
 _MOST_EXPRESSIONS = 200  # distinct ones in one file
@@ -319,7 +320,7 @@ _CONTEXT = re.compile(r'null|\[("\w*"(, "\w*")*)?\]')
 _DEEPEST = 100  # Programs are nested about ten levels deep.
 
 
-# Replacements for operators that do not check tensor sizes; `read_program` puts them into the networks it reads.
+# Replacements for operators that do not check tensor sizes; `read_program` inserts them into each network.
 def _batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
@@ -373,9 +374,9 @@ _CHECKED = {
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write an exported program atomically, without example inputs and the node metadata that holds local paths.
+    """Write an exported program atomically, without example inputs and the node metadata that contains local paths.
 
-    A program that `read_program` would refuse raises a RunError and is not written.
+    Raise a RunError and write nothing if `read_program` would refuse the program.
     """
     program.example_inputs = None  # torch.export.save would pickle them.
     for module in program.graph_module.modules():
@@ -429,7 +430,7 @@ def read_program(path: Path) -> nn.Module:
 
 
 class _Refused(RunError):
-    """Raised for an archive that holds something no network needs."""
+    """Error for an archive with contents that no network needs."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} is not read, because {reason}; nothing in it was run")
@@ -437,7 +438,7 @@ class _Refused(RunError):
 
 
 def _records(content: bytes, path: Path) -> dict[str, bytes]:
-    """Return the records of an archive that a network needs; raise `_Refused` if it holds anything else."""
+    """Return the records of an archive that a network needs; raise `_Refused` if there are any others."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             members = archive.infolist()
@@ -544,7 +545,7 @@ def _is_arithmetic(node: ast.AST) -> bool:
 
 
 def _terms(node: ast.AST) -> float:
-    """Count the terms of an expression when multiplied out; infinite for a power that may be huge.
+    """Count the terms of an expression after multiplying out; return infinity for a power that may be huge.
 
     >>> _terms(ast.parse("Mul(Add(Symbol('a'), Symbol('b')), Add(Symbol('c'), Integer(1)))"))
     4
@@ -578,7 +579,7 @@ def _is_nest(tree: Any) -> bool:
     return kind in _CONTAINERS and isinstance(children, list) and all(map(_is_nest, children))
 
 
-# How strings are checked, by their key; all others have to be names.
+# Checks of strings by their key in the program; strings under other keys have to be names.
 _STRINGS: dict[str, Callable[[str], object]] = {
     "target": lambda text: text in _PLAIN_CALLS or _aten_name(text) in {*_OPERATORS, *_CHECKED},
     "expr_str": _is_expression,

@@ -1,8 +1,8 @@
 """Record the operators of a forward pass and the module call that each belongs to.
 
-Operators are seen below autograd, where every layer, functional call and tensor method has become one of a few
+Operators are recorded below autograd, where every layer, functional call and tensor method has become one of a few
 hundred ATen operators. Weights are identified by the parameter object, not by name. In-place operators are recorded
-as if they returned a new value; reading an alias of memory written since is recorded as a `STALE` operator.
+as if they returned a new value; reading an alias of the written memory later is recorded as a `STALE` operator.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from .records import INSTANCE_NORM, REMAP, STALE, ZEROS, Call, Literals, Op, Val
 
 
 class Memory:
-    """The current `Value` of every tensor seen in one run of a model.
+    """Map from each tensor of one forward pass to its current `Value`.
 
-    Tensors may share memory: an in-place write to one makes the noted values of the others stale.
+    Tensors may share memory: an in-place write to one makes the values recorded for the others stale.
     """
 
     def __init__(self) -> None:
-        # By id: the tensor, kept alive so that no id is reused, its value, and its storage at that time.
+        # Tensor id -> the tensor (referenced, so that its id is not reused), its value, its storage when recorded.
         self._noted: dict[int, tuple[Tensor, Value, int]] = {}
         self._writer: dict[int, Value] = {}  # storage -> value of the last in-place write
-        self._seen: dict[int, Value | None] = {}  # id -> `_writer` of the tensor's storage at that time
+        self._seen: dict[int, Value | None] = {}  # tensor id -> `_writer` of its storage when recorded
 
     def get(self, tensor: Tensor) -> Value | None:
-        """Return the value noted last, even if stale; None if there is none, or `.data` was assigned since."""
+        """Return the value recorded last, even if stale; None if there is none or `.data` was assigned since."""
         _, value, storage = self._noted.get(id(tensor), (None, None, 0))
         return value if storage == _storage(tensor) else None
 
     def same_place(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor seen before with the same memory layout, as for `x.as_subclass(torch.Tensor)`."""
+        """Return a recorded tensor with the same memory, such as `x` for `x.as_subclass(torch.Tensor)`, or None."""
         place, here = _place(tensor), _storage(tensor)
         noted = [other for other, _, storage in self._noted.values() if storage == here]
         return next((other for other in noted if _place(other) == place), None)
 
     def note(self, tensor: Tensor, value: Value) -> Value:
-        """Set the current value of a tensor."""
+        """Set and return the current value of a tensor."""
         storage = _storage(tensor)
         self._noted[id(tensor)] = tensor, value, storage
         self._seen[id(tensor)] = self._writer.get(storage)
         return value
 
     def write(self, tensor: Tensor, value: Value) -> None:
-        """Set the value of a tensor that was written in place; tensors that share its memory become stale."""
+        """Set the value of a tensor written in place; the values of tensors that share its memory become stale."""
         self._writer[_storage(tensor)] = value
         self.note(tensor, value)
 
     def written_since(self, tensor: Tensor) -> Value | None:
-        """Return the value last written to the tensor's storage if that was after its own was noted, else None."""
+        """Return the last value written in place to the tensor's storage since its own was recorded, or None."""
         writer = self._writer.get(_storage(tensor))
         return None if writer is self._seen[id(tensor)] else writer
 
@@ -87,9 +87,9 @@ _PAIRS = _aten("add mul sub")
 
 
 def meta_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a common operator on a meta tensor, or None if torch has to infer it, in slow Python.
+    """Return the result of a common operator on meta tensors, or None if the operator itself has to run.
 
-    Creating results in the shape of the operand directly more than halves the time of a trace.
+    Torch infers shapes on the meta device in slow Python; avoiding this more than halves the time of a trace.
     """
     x = args[0] if args else None
     if not isinstance(x, Tensor) or not x.is_meta or not x.is_floating_point() or kwargs:
@@ -118,10 +118,9 @@ _AROUND = _aten("view repeat clone empty")
 
 
 def merge_instance_norm(call: Call, ops: Sequence[Op]) -> Sequence[Op]:
-    """Replace the operators of an instance norm's call by one with the arguments of a batch norm.
+    """Merge the operators of an instance norm's call into one operator with the arguments of a batch norm.
 
-    Torch runs a batch norm over a view in which every sample has channels of its own. If anything else ran, the
-    operators are unchanged.
+    Torch runs a batch norm over a view of shape `(1, N * C, H, W)`. If other operators ran, change nothing.
     """
     norms = [op for op in ops if op.name in BATCH_NORMS]
     if len(norms) != 1 or any(op.name not in BATCH_NORMS | _AROUND for op in ops):
@@ -145,8 +144,8 @@ def merge_instance_norm(call: Call, ops: Sequence[Op]) -> Sequence[Op]:
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records every operator of a model's copy and the module call it belongs to.
 
-    `trusts_constants` is set for runs on the meta device, where constants are taken as they are; on real tensors,
-    `literals` and `strangers` are collected instead for the caller to check.
+    `trusts_constants` is true on the meta device. If it is false, the caller has to check two lists of constants:
+    `literals` (tensors that the forward makes from Python numbers) and `strangers` (tensors that no operator made).
     """
 
     def __init__(self, model: nn.Module, twin: nn.Module, inputs: Any, trusts_constants: bool) -> None:
@@ -181,11 +180,11 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self, twin: nn.Module) -> Iterator[None]:
-        """Record the module calls of the copy, and on the meta device the values of literals, while active."""
+        """Record the module calls of the copy and, on the meta device, the values of literals, while active."""
         handles: list[Any] = []
         for path, module in twin.named_modules():
-            # Prepended, so that what the user's own hooks compute belongs to the call: surgery treats it as part of
-            # the module.
+            # These run outside the user's own hooks, so that operators of those hooks belong to the call: surgery
+            # treats them as part of the module.
             handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave))
         try:
@@ -212,7 +211,7 @@ class Recorder(TorchDispatchMode):
         done.outputs = tuple(self.value(t) for t in tensors)
         self.calls.setdefault(done.module, []).append(done)
         if isinstance(module, (Remap, Zeros)):
-            # Modules that an earlier pruning inserted are recorded as one operator each, whatever they ran.
+            # A module that an earlier extraction inserted is recorded as one operator, in place of those it ran.
             name = REMAP if isinstance(module, Remap) else ZEROS
             where = self.ops[done.first].where if len(self.ops) > done.first else ""
             if done.outputs == done.inputs:
@@ -227,7 +226,7 @@ class Recorder(TorchDispatchMode):
         holds = next(chain(module.parameters(), module.buffers()), None) is not None
         if type(result) is not Tensor or done.outputs[0] in done.inputs or isinstance(module, Remap) or not holds:
             return None
-        # The caller gets an alias. A later read of the original shows that a hook or the module stored the result.
+        # Return an alias to the caller: if the original is read later, a hook or the module has stored the result.
         self._kept[id(result)] = done
         self._quiet = True
         handed_on = result.detach()
@@ -240,8 +239,8 @@ class Recorder(TorchDispatchMode):
     def value(self, tensor: Tensor) -> Value:
         """Return the current value of a tensor.
 
-        A stale alias gets a new value, made by a recorded `STALE` operator. Raises a TraceError if a copy of the
-        model reads a tensor of the model itself.
+        If it is stale, record a `STALE` operator and return its result. Raise a TraceError if the copy of the model
+        reads a tensor of the original model.
         """
         known = self._memory.get(tensor)
         if id(tensor) in self._kept:
@@ -262,11 +261,11 @@ class Recorder(TorchDispatchMode):
         return known
 
     def _stranger(self, tensor: Tensor) -> Value:
-        """Return the value of a tensor that no recorded operator returned."""
+        """Return a constant for a tensor that no operator returned; raise a TraceError if it has no values."""
         if not self._trusts_constants:
             self.strangers.append((user_location(), tensor))
             return Value(tuple(tensor.shape), "constant")
-        if tensor.is_meta:  # its values are unknown; a trace on real tensors can check them
+        if tensor.is_meta:  # after this error the model is traced on real tensors
             raise TraceError(not_from_torch(user_location()))
         return Value(tuple(tensor.shape), "constant", data=tensor.clone())
 
@@ -298,7 +297,7 @@ class Recorder(TorchDispatchMode):
         if name == "aten.t":
             op.results[0].transpose_of = inputs[0]
         if name in _LIFTED and inputs[0].kind != "state" and inputs[0].is_table:
-            # Keep the values of an integer tensor, such as an index table, when it is moved to another device.
+            # Keep the numbers of an index table when it is copied or moved to another device.
             data = inputs[0].data
             if data is not None and data.dtype == result.dtype:
                 op.results[0].data = data
@@ -307,7 +306,7 @@ class Recorder(TorchDispatchMode):
     def _outputs(
         self, roots: tuple[Value, ...] | None, result: Any, written: Sequence[Tensor]
     ) -> tuple[Value | None, ...]:
-        """Note the tensors that an operator returned or wrote in place, and return their values."""
+        """Record and return a value for each tensor that an operator returned, or wrote in place."""
         for tensor in written:
             self._memory.write(tensor, Value(tuple(tensor.shape), "result", made_of=roots))
         outputs: list[Value | None] = []
@@ -330,11 +329,11 @@ class Recorder(TorchDispatchMode):
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-_LIFTED = _aten("lift_fresh lift_fresh_copy _to_copy detach alias")  # through which a literal arrives
+_LIFTED = _aten("lift_fresh lift_fresh_copy _to_copy detach alias")  # literals are first read by these
 
 
 def _roots(inputs: Sequence[Value]) -> tuple[Value, ...] | None:
-    """Parameters and buffers that a result of these inputs is computed from; None if from other tensors too."""
+    """Return the parameters and buffers that values are computed from; None if any depends on network inputs."""
     roots = [value.roots for value in inputs]
     return None if None in roots else tuple(dict.fromkeys(root for held in roots for root in held or ()))
 
@@ -350,7 +349,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def as_tree(result: Any, seen: set[int] | None = None) -> Any:
     """Convert a model's result to nested plain dicts and lists that pytree can flatten.
 
-    Output classes of Hugging Face and torchvision are dict- or tuple-like, but unknown to pytree; an object of any
+    Pytree does not flatten the dict and tuple subclasses that Hugging Face and torchvision return. An object of any
     other class becomes a dict of its attributes.
     """
     seen = set() if seen is None else seen

@@ -1,7 +1,6 @@
 """Data classes of a trace: tensors (`Value`), module calls (`Call`), operators (`Op`) and the whole `Trace`.
 
-All compare and hash by identity, so each can be a dictionary key: two values are equal only if they are the same
-tensor at the same moment, before and after an in-place write being different moments.
+All compare and hash by identity, so each can be a dictionary key. An in-place write gives a tensor a new `Value`.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ INSTANCE_NORM = "aten.instance_norm"  # torch decomposes it before dispatch; the
 
 @dataclass(eq=False)
 class Value:
-    """One tensor at one moment: an input, a parameter or buffer, a constant, or an operator's result."""
+    """A tensor until its next in-place write: an input, a parameter or buffer, a constant, or a result."""
 
     shape: tuple[int, ...]
     kind: str  # "input", "state", "constant" or "result"
     name: str = ""  # qualified name of a parameter or buffer
-    data: Tensor | None = field(default=None, repr=False)  # the real tensor of a parameter, buffer or literal
+    data: Tensor | None = field(default=None, repr=False)  # numbers of a parameter, buffer or literal
     trained: bool = False  # True for a parameter
     transpose_of: Value | None = None  # the tensor whose transpose this is
-    made_of: tuple[Value, ...] | None = None  # a result's parameters and buffers, if computed from those alone
+    made_of: tuple[Value, ...] | None = None  # its parameters and buffers, for a result computed from those alone
 
     @property
     def is_table(self) -> bool:
-        """True for an index table: integers, or booleans, with known values."""
+        """True for a tensor of integers or booleans with known values, such as an index table."""
         return self.data is not None and not self.data.is_floating_point()
 
     @property
     def roots(self) -> tuple[Value, ...] | None:
-        """Parameters and buffers that the value is computed from; None if from the network's inputs too."""
+        """Parameters and buffers that the value is computed from; None if it depends on the network's inputs."""
         if self.kind == "state":
             return (self,)
         return () if self.kind == "constant" else self.made_of
@@ -46,7 +45,7 @@ class Value:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module: its input and output tensors, and the operators `first` to `last` (exclusive)."""
+    """One call of a module: its input and output tensors, and its operators `Trace.ops[first:last]`."""
 
     module: str
     inputs: tuple[Value, ...]
@@ -54,11 +53,11 @@ class Call:
     parent: Call | None
     outputs: tuple[Value, ...] = ()
     last: int = -1
-    overwritten: tuple[Value, ...] = ()  # values that in-place writes left in its input tensors
-    kept: bool = False  # its result is also read from where a hook or the module stored it
+    overwritten: tuple[Value, ...] = ()  # new values of inputs that were written in place
+    kept: bool = False  # a hook or the module stored its result, and it was read from there
 
     def within(self, module: str) -> Call | None:
-        """Return the innermost call of `module` that contains this call or is it; None if there is none."""
+        """Return the innermost call of `module` among this call and those around it; None if there is none."""
         at: Call | None = self
         while at is not None and at.module != module:
             at = at.parent
@@ -79,7 +78,7 @@ class Op:
     overload: Any = None
     mutates: bool = False
     position: int = -1  # index in `Trace.ops`
-    returned: float | None = None  # the Python number it returned, as `tensor.item()` does
+    returned: float | None = None  # a Python number that was returned, as by `tensor.item()`
 
     @cached_property
     def results(self) -> list[Value]:
@@ -105,25 +104,25 @@ class Op:
 
 @dataclass(eq=False)
 class Trace:
-    """Everything that one forward pass did."""
+    """Record of one forward pass."""
 
     ops: list[Op]
     inputs: list[Value]
     outputs: list[Value]
     calls: dict[str, list[Call]]  # by qualified name of the module
     states: dict[str, Value]  # parameters and buffers that were read, by qualified name
-    literals: list[tuple[str, Tensor]]  # file:line and tensor of each `torch.tensor(...)`; not on the meta device
-    strangers: list[tuple[str, Tensor]]  # the same for tensors that no recorded operator returned
+    literals: list[tuple[str, Tensor]]  # file:line and tensor of each `torch.tensor(...)`; empty on meta
+    strangers: list[tuple[str, Tensor]]  # the same for tensors that no operator returned
     training: tuple[str, ...] = ()  # modules that ran in training mode
     on_meta: bool = True  # the forward pass ran on meta tensors
-    otherwise: dict[str, str] = field(default_factory=dict)  # layer -> line that it feeds in training mode only
+    otherwise: dict[str, str] = field(default_factory=dict)  # layer -> line that reads it in training mode only
     unused: int = 0  # elements of the parameters that no operator read
     added: frozenset[int] = frozenset()  # positions of operators that run in training mode only
     other: Trace | None = None  # trace in the other mode, if some module depends on its mode
-    apart: frozenset[int] = frozenset()  # set on an `other`: positions of operators that run only in it
-    drawn: frozenset[int] = frozenset()  # set on an `other`: positions of operators that see only random numbers
-    keeps: bool = False  # the warm-up call stored tensors on the model, which this call could read
-    random_calls: bool = False  # it drew random numbers from Python or NumPy
+    apart: frozenset[int] = frozenset()  # of an `other` trace: positions of operators that run only in it
+    drawn: frozenset[int] = frozenset()  # of an `other` trace: positions of operators that read only random numbers
+    keeps: bool = False  # the warm-up call stored tensors on the model, which may be read here
+    random_calls: bool = False  # the forward pass drew random numbers from Python or NumPy
     cold: bool = False  # traced without a warm-up call
     first: Trace | None = None  # the trace without a warm-up call, if `keeps`
 
@@ -137,8 +136,8 @@ class Trace:
 class Literals(TorchFunctionMode):
     """Create tensors from Python numbers on the CPU and move them to the meta device, while active.
 
-    A meta tensor has no values, so the recorder takes them from the CPU tensor. They may be widths, as in
-    `torch.tensor(x.shape[1], device=x.device)`, which differ in a smaller network.
+    A meta tensor has no values, so the recorder takes them from the CPU tensor. A number may be a width, as in
+    `torch.tensor(x.shape[1], device=x.device)`, which differs in a smaller network.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +166,7 @@ _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
 def _with_tables(index: Any) -> Any:
-    """Replace every list of integers in an index by a tensor, so that the recorder sees its values."""
+    """Replace every list of integers in an index by a tensor, so that its values are recorded."""
     if isinstance(index, tuple):
         return tuple(map(_with_tables, index))
     if isinstance(index, list) and index and all(isinstance(i, int) for i in index):

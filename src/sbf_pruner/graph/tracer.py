@@ -1,7 +1,7 @@
 """Trace a model: record the operators of a forward pass on its example inputs, in both modes where they differ.
 
-The second forward pass of a *copy* of the model is recorded. The copy is on the meta device, so nothing is computed
-and no weights are copied; a model that needs real values, for its control flow say, is run on a real copy.
+A *copy* of the model runs twice; the second forward pass is recorded. The copy is on the meta device, so nothing is
+computed and no weights are copied; if the model needs real values (for control flow), weights are copied as well.
 `tensors_of` and `check_runs_as_traced` check a model against an earlier trace.
 """
 
@@ -32,8 +32,8 @@ from .train_eval import difference, feeding, may_read_training, never_reads_trai
 def record(model: nn.Module, example_inputs: Any) -> Trace:
     """Run a copy of the model in evaluation mode and record its operators.
 
-    Modules that do more in training mode (auxiliary heads, further outputs) run in that mode instead. If they do
-    something else in it, `Trace.otherwise` names the layers that feed this, and `Trace.other` is the other trace.
+    Modules that run more operators in training mode (auxiliary heads) are traced in that mode instead. If that mode
+    replaces operators, `Trace.otherwise` names the layers that feed these; `Trace.other` is the other mode's trace.
 
     >>> [op.name for op in record(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.rand(1, 3, 8, 8)).ops]
     ['aten.convolution', 'aten.relu']
@@ -68,18 +68,18 @@ def _in_both_modes(model: nn.Module, example_inputs: Any) -> Trace:
 
 
 def _in_training(model: nn.Module, example_inputs: Any, found: Trace) -> tuple[Trace, Trace] | None:
-    """Trace the model with those modules in training mode that read their mode or leave tensors unused without it.
+    """Trace the model with modules in training mode that may read `training` or leave tensors unused without it.
 
-    Returns that trace and the one in evaluation mode, made anew on real tensors if only one of them was on the meta
-    device; None if no module needs training mode, or the model cannot run in it.
+    Return that trace and the one in evaluation mode, traced again on real tensors if only one of them was on the
+    meta device. Return None if no module needs training mode, or if the model cannot run in it.
     """
     left_out = _left_out(model, found)
     known: set[CodeType] = set()
     readers = [path for path, module in model.named_modules() if may_read_training(module, known)]
-    if readers:  # they may read the mode of a layer instead of their own
+    if readers:  # they may read the flag of another module instead of their own
         readers += [path for path, module in model.named_modules() if never_reads_training(module)]
     for training in (tuple(dict.fromkeys((*left_out, *readers))), left_out):
-        with suppress(TraceError):  # in training mode a norm may need more images, or the model its targets
+        with suppress(TraceError):  # in training mode a norm may need more samples, or the model its targets
             if training:
                 again = _record_in(model, example_inputs, training)
                 alike = again.on_meta == found.on_meta
@@ -88,13 +88,13 @@ def _in_training(model: nn.Module, example_inputs: Any, found: Trace) -> tuple[T
 
 
 def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
-    """Return modules that ran without reading some tensor of theirs or of a child that did not run."""
+    """Return the modules that ran without reading all tensors of their own and of children that did not run."""
     holders: dict[str, None] = {}
     from_torch = {path for path, m in model.named_modules() if type(m).__module__.startswith("torch.")}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         path = name.rpartition(".")[0]
-        # A scalar, such as a count of batches, has no channels. A torch module that ran leaves out a tensor because
-        # of its settings, not of its mode.
+        # A scalar, such as a count of batches, has no channels. If a torch module ran without reading a tensor, its
+        # settings are the reason, not its mode.
         if tensor.dim() and name not in found.states and not (path in found.calls and path in from_torch):
             while path and path not in found.calls:
                 path = path.rpartition(".")[0]
@@ -105,10 +105,10 @@ def _left_out(model: nn.Module, found: Trace) -> tuple[str, ...]:
 def _record_in(
     model: nn.Module, example_inputs: Any, training: tuple[str, ...], *, really: bool = False, cold: bool = False
 ) -> Trace:
-    """Trace a copy, with `really` only on real tensors, with `cold` without the warm-up call."""
+    """Trace a copy; do not try the meta device if `really` is true, and skip the warm-up call if `cold` is true."""
     with suppress(Exception):
-        # Not every model can run on the meta device (control flow on values, constants made on the CPU). If it
-        # fails on real tensors too, that error is the one to show.
+        # Not every model can run on the meta device (control flow on values, constants made on the CPU). Only an
+        # error on real tensors is shown.
         if not really:
             inputs = map_tensors(example_inputs, lambda t: t.to("meta"))
             return _record_copy(model, meta_copy(model), inputs, True, training, cold)
@@ -133,9 +133,9 @@ def _record_in(
 
 
 def rerun_ops(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]:
-    """Run a model as in an earlier trace and return its operators; if it fails, those recorded until then.
+    """Run a model as in an earlier trace and return its operators; if it fails, return those recorded until then.
 
-    The model runs on the meta device if and only if it did then: operators have other names on a GPU than there.
+    The model runs on the meta device if and only if it did in that trace: some operators have other names on a GPU.
     """
     on_meta = earlier.on_meta
     inputs = map_tensors(example_inputs, lambda t: t.to("meta") if on_meta else t.clone())
@@ -147,7 +147,7 @@ def rerun_ops(model: nn.Module, example_inputs: Any, earlier: Trace) -> list[Op]
 
 
 def warmed_copy(model: nn.Module, example_inputs: Any) -> nn.Module:
-    """Run a copy once, which renews what it stores for the size of its inputs, such as anchors, and return it."""
+    """Return a copy that ran once, so that tensors that it stores for the input size, such as anchors, are new."""
     twin = remove_pruner_hooks(real_copy(model))
     modes = {module: module.training for module in twin.modules()}
     with suppress(Exception), torch.no_grad(), fixed_seed(twin):
@@ -172,7 +172,7 @@ def _check_literals(model: nn.Module, example_inputs: Any, found: Trace) -> None
 def _check_strangers(model: nn.Module, example_inputs: Any, found: Trace) -> None:
     """Raise a TraceError if a tensor that no operator returned did not exist before the forward.
 
-    One that did, such as a global constant of the model's file, is the same object in a second run.
+    A tensor that existed, such as a global constant of the model's file, is the same object in a second run.
     """
     again = _record_copy(model, real_copy(model), map_tensors(example_inputs, Tensor.clone), False, found.training)
     known = {id(tensor) for _, tensor in again.strangers}
@@ -188,12 +188,12 @@ def _record_copy(
     modules = dict(twin.named_modules())
     for path in training:
         module = modules.get(path)
-        while module is not None:  # an earlier pruning may have wrapped it between remaps
+        while module is not None:  # an earlier extraction may have wrapped it with remaps
             module.training = True
             module = module.module if isinstance(module, RemappedModule) else None
-    before = list(all_tensors(twin))  # kept alive, so that no id is reused
+    before = list(all_tensors(twin))  # references, so that no id is reused
     if not cold:
-        # From the second call on a forward finds what it stored in the first (positions, anchors), as in training.
+        # Warm up: later calls read what the first call stored on the model (positions, anchors), as in training.
         with suppress(Exception), torch.no_grad(), fixed_seed(twin):
             call(twin, map_tensors(inputs, Tensor.clone))
     known = set(map(id, before))
@@ -229,7 +229,7 @@ def _random_states() -> tuple[object, ...]:
 
 @contextmanager
 def fixed_seed(twin: nn.Module, seed: int = 0) -> Iterator[None]:
-    """Seed the random number generators of Python, NumPy and torch while active; restore their states after it."""
+    """Seed the random number generators of Python, NumPy and torch while active, then restore their states."""
     before, drawn = random.getstate(), np.random.get_state()
     devices = list({tensor.device for tensor in twin.parameters() if tensor.is_cuda})
     with torch.random.fork_rng(devices):
@@ -248,7 +248,7 @@ def fixed_seed(twin: nn.Module, seed: int = 0) -> Iterator[None]:
 def tensors_of(model: nn.Module, graph: ChannelGraph) -> dict[str, Tensor]:
     """Return all parameters and buffers of a model by name, or raise a PruningError if they do not match the trace.
 
-    That is so if a traced one is gone or has another shape, or if a layer has a new parameter.
+    They do not match if a traced one is missing or has another shape, or if a layer has a new parameter.
 
     >>> import torch
     >>> from .build import trace
@@ -284,7 +284,7 @@ def current_weights(model: nn.Module, graph: ChannelGraph) -> list[Tensor]:
 
 
 def cast_inputs(example_inputs: Any, model: nn.Module, graph: ChannelGraph) -> Any:
-    """Cast the example inputs as the model was cast since it was traced.
+    """Cast the example inputs to the dtypes to which the model was cast since it was traced.
 
     >>> import torch
     >>> from .build import trace
@@ -295,13 +295,13 @@ def cast_inputs(example_inputs: Any, model: nn.Module, graph: ChannelGraph) -> A
     """
     held = tensors_of(model, graph)
     traced = [(value.data, held[name]) for name, value in graph.trace.states.items() if value.data is not None]
-    # If only a part of the model was cast, the parameter or buffer read first decides: it meets the inputs.
+    # If only a part of the model was cast, the first parameter or buffer that the forward reads sets the dtype.
     types = {then.dtype: now.dtype for then, now in reversed(traced) if then.is_floating_point()}
     return map_tensors(example_inputs, lambda t: t.to(types.get(t.dtype, t.dtype)))
 
 
 def check_runs_as_traced(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
-    """Raise a PruningError if a model runs other operators than when it was traced, as after adding a hook.
+    """Raise a PruningError if a model runs other operators than when it was traced, for example in a new hook.
 
     >>> import torch
     >>> from .build import trace
@@ -320,7 +320,7 @@ def check_runs_as_traced(model: nn.Module, example_inputs: Any, graph: ChannelGr
 
 
 def first_change(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str:
-    """Return what a model does first that it did not when it was traced; "" if it runs the same operators."""
+    """Describe the first operator that differs from the trace; "" if the model runs the same operators."""
     for then, now in zip_longest(graph.trace.ops, rerun_ops(model, example_inputs, graph.trace)):
         if then is None or now is None or then.name != now.name:
             op = now or then

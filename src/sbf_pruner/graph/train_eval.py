@@ -1,8 +1,8 @@
-"""Find what a network does in training mode and not in evaluation mode, as far as its channels are concerned.
+"""Find operators with an effect on channels that a network runs in training mode and not in evaluation mode.
 
-Two traces are compared by numbering the channels of every tensor: two tensors have the same number only if their
-channels are the same and are zero together. An activation or a dropout passes the number of its operand on; the
-result of a layer is numbered by the layer's weight, whatever it reads.
+Two traces are compared by giving every tensor a number: two tensors have the same number only if they have the same
+channels, and each channel is zero in both or in neither. The result of an activation or a dropout has the number of
+its operand; the number of a layer's result depends on the layer's weight only, not on its input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .operators import POINTWISE, build_node, rule_of
 from .operators.layers import BATCH_NORMS, LAYERS, layer_weight, weight_owner
 from .records import Op, Trace, Value
 
-# Operators that draw random numbers, and those that read at most the shape of a tensor.
+# `_DRAW`: operators that draw random numbers. `_NEW`: prefixes of operators that read no values of a tensor.
 _RANDOM = (
     "rand randn randint rand_like randn_like randint_like randperm bernoulli uniform normal exponential geometric"
 )
@@ -33,25 +33,25 @@ _NEW = ("aten.new_", "aten.empty", "aten.zeros", "aten.ones", "aten.full", "aten
 
 @dataclass
 class Difference:
-    """What one trace, `again`, has that another, `found`, has not."""
+    """Differences of a trace, `again`, from another trace, `found`."""
 
-    ops: list[Op]  # operators with an effect on channels, or a parameter or buffer, that `found` has not
-    outputs: list[Value]  # outputs whose channels are no output's in `found`
-    extends: bool  # `again` also does everything that `found` does
+    ops: list[Op]  # operators that use channels in another way than `found`, or another parameter or buffer
+    outputs: list[Value]  # outputs whose channels differ from those of all outputs of `found`
+    extends: bool  # `again` also has all operators and outputs of `found`
     more: frozenset[int]  # positions of operators that run more often in `again`
-    drawn: frozenset[int]  # positions of operators that see only random numbers
+    drawn: frozenset[int]  # positions of operators that read random numbers only
     by_chance: bool  # random numbers decide what runs, so the next call may differ
 
 
 def difference(again: Trace, found: Trace) -> Difference:
-    """Return what runs in `again` and not in `found`."""
+    """Return the operators and outputs of `again` that `found` does not have."""
     numbers: dict[Hashable, int] = {}
     before, now = _Reading(found, numbers), _Reading(again, numbers)
     by_chance = again.random_calls or any(
         op.position in now.drawn and op.name == "aten._local_scalar_dense" for op in again.ops
     )
-    # If random numbers skip an operator, those behind it read something else. They are not new if the same line
-    # runs in `found` too.
+    # If an operator is skipped at random, later operators read another tensor. They are not new if the same line
+    # also runs in `found`.
     lines = {(op.name, op.where) for op in found.ops} if by_chance else set()
     known, given, left = {None, *before.ops}, set(before.outputs), Counter(before.ops)
     ops, more = [], set()
@@ -69,9 +69,9 @@ def difference(again: Trace, found: Trace) -> Difference:
 
 
 def feeding(again: Trace, found: Trace, new: Difference) -> dict[str, str]:
-    """Map each layer whose channels feed what runs in `again` only to the line of that operator.
+    """Map each layer that feeds an operator or output that only `again` has to the line of that operator.
 
-    Layers that feed an operator of `found` only are included if it shares a parameter or buffer with such a one.
+    A layer that feeds an operator that only `found` has is included if both operators share a parameter or buffer.
     """
     ends = [(op.inputs, op.where) for op in new.ops]
     fed = _feeding(again, ends + [((value,), "the network's outputs") for value in new.outputs])
@@ -109,9 +109,9 @@ def _is_grouped(op: Op) -> bool:
 
 
 class _Reading:
-    """Numbers for the operators and outputs of one trace; `numbers` is shared by the traces to compare.
+    """Numbers of the operators and outputs of one trace; `numbers` is shared by the traces that are compared.
 
-    `ops` has None for an operator that passes channels on, or that does not depend on the network's inputs.
+    `ops` has None for an operator that leaves channels unchanged, or that does not depend on the network's inputs.
     """
 
     def __init__(self, trace: Trace, numbers: dict[Hashable, int]) -> None:
@@ -158,8 +158,8 @@ class _Reading:
 
     def _of_op(self, op: Op, name: str) -> int:
         if op.name in BATCH_NORMS:
-            # In training mode the operator has another name or other arguments. With batch statistics and no shift,
-            # zero stays zero.
+            # The operator's name and arguments depend on the mode, so they are not compared. With batch statistics
+            # and no shift, zero stays zero.
             keeps_zero = bool(op.args[5]) and not isinstance(op.args[2], Value)
             held = [self._value(v) if isinstance(v, Value) else None for v in op.args[:3]]
             return self._number("norm", keeps_zero, *held)
@@ -167,7 +167,7 @@ class _Reading:
         return self._number(name, repr(args))
 
     def _handed_on(self, op: Op) -> Value | None:
-        """Return the operand whose channels the result has, zero in the same places; random factors are ignored."""
+        """Return the operand with the channels and zeros of the result (up to random factors), or None."""
         node = build_node(op, {}) if rule_of(op) in POINTWISE else None
         if not isinstance(node, Elementwise) or node.steep:
             return None
@@ -188,8 +188,8 @@ def may_read_training(module: nn.Module, without: set[CodeType] | None = None) -
     """Return True if user code that the module can reach may read `training`.
 
     If none does, a trace in training mode would show nothing new. Code objects are inspected, not run: those of the
-    module's classes and hooks, of what it holds, and of the functions they call by name. A false positive costs one
-    extra trace. Code objects in `without` are known not to read `training`; those found so are added to it.
+    module's classes, hooks and attributes, and of the functions they call by name. A false positive costs one extra
+    trace. Code objects in `without` do not read `training`; if the result is False, those inspected are added.
 
     >>> may_read_training(nn.Dropout())  # which is torch's
     False
@@ -219,7 +219,7 @@ def may_read_training(module: nn.Module, without: set[CodeType] | None = None) -
 
 
 def never_reads_training(module: nn.Module) -> bool:
-    """Return True for a torch module whose own code never reads `training`, so that only user code could.
+    """Return True for a torch module whose own code never reads `training`; other modules may read its flag.
 
     >>> never_reads_training(nn.Conv2d(1, 1, 1)), never_reads_training(nn.BatchNorm2d(1))
     (True, False)
@@ -258,7 +258,7 @@ def _within(held: object, own: Collection[type]) -> list[object]:
     if isinstance(held, (list, tuple, set, frozenset)):
         return list(held)
     if isinstance(held, type):
-        # Modules that a class builds are inspected on their own.
+        # Other module classes are skipped: their instances in the model are inspected separately.
         strange = issubclass(held, nn.Module) and held not in own
         return [] if strange or not _is_the_users(held.__module__) else list(vars(held).values())
     if isinstance(held, (nn.Module, Tensor, ModuleType)) or not _is_the_users(type(held).__module__):

@@ -1,8 +1,8 @@
 """Dry run of an extracted network, compared operator by operator with the trace of the original model.
 
-The small network runs on the meta device where the model can, so that sizes fixed by the model's own code show
-without arithmetic, before anyone trains the result. Remaining channels must go where the layout expects them, and
-nothing else may depend on their number: neither operators, operands and literals, nor the pixels that are read.
+The small network runs on the meta device if the model can, so that sizes fixed by the model's own code are found
+without arithmetic. Remaining channels must go where the layout expects them, and nothing else may depend on their
+number: not which operators run, not their operands and literals, and not which pixels they read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..modules import Remap, Zeros, plain_names
 from ..utils.user_code import failing_line
 from ..utils.user_model import call, map_tensors, meta_copy, real_copy, remove_pruner_hooks
 
-# Whether these operators run depends on strides, not on what is computed.
+# Operators that are not compared: whether they run depends on strides, not on what is computed.
 _QUIET = {f"aten.{n}" for n in ("clone", "contiguous", "alias", "detach", "_to_copy", "empty", "t", "as_strided_")}
 _QUIET |= {REMAP, ZEROS}
 
@@ -65,8 +65,8 @@ class DryRun:
     def first_call_mismatch(self) -> Op | None:
         """Return the first operator of a model's first call that depends on a number of channels, or None.
 
-        Applies to models that keep tensors from their first call. A model that has run since it was traced holds
-        these already, and the small network has copied them.
+        Applies to models that store tensors in their first call. If the model has run since it was traced, nothing
+        is compared: the model has these tensors already, and the small network has copies of them.
         """
         first = self.graph.trace.first
         if first is None:
@@ -79,8 +79,8 @@ class DryRun:
     def other_trace_mismatch(self, other: Trace | None) -> Op | None:
         """Return the first operator of a trace without a graph that depends on a number of channels, or None.
 
-        That is a trace of the other mode, or of a first call. It has no layout, but the numbers in the same code
-        must not depend on a width, and operators that run in that mode alone must see all their channels.
+        That is a trace of the other mode, or of a first call. It has no layout, but numeric arguments must not
+        depend on a width, and the inputs of operators that run in that mode only must keep all channels.
         """
         if other is None:
             return None
@@ -92,7 +92,7 @@ class DryRun:
         def same(actual: Op, promised: Op, decided: ValueDependent) -> bool:
             if not _does_the_same(actual, promised, other, decided):
                 return False
-            # Channels and pixels move as at the same line in the graph's trace.
+            # Channels and pixels must move as they do at the same line in the channel graph's trace.
             nodes = movers.get(_identity(promised), ())
             unknown = not nodes or decided.touches(promised)
             return unknown or any(moves_alike(actual, node, self.layout) for node in nodes)
@@ -103,9 +103,9 @@ class DryRun:
     def _first_difference(
         self, found: list[Op], promised: list[Op], on_meta: bool, same: Callable[[Op, Op, ValueDependent], bool]
     ) -> Op | None:
-        """Return the first promised operator that was not found in its turn, or None.
+        """Return the first operator of `promised` that differs from the one at the same place in `found`, or None.
 
-        If there are more operators at the end, which then depend on a width, that is the last one.
+        If `found` has more operators at the end, their number depends on a width: return the last promised one.
         """
         names = names_of(self.small), names_of(self.model)
         operands = Operands(_handed_on(found), _handed_on(promised), names)
@@ -129,13 +129,13 @@ def _does_the_same(actual: Op, promised: Op, other: Trace, decided: ValueDepende
     if not same_kind(actual, promised):
         return False
     if promised.position in other.apart and not decided.touches(promised):
-        # Tensors computed from weights alone, such as transposes, may differ: they have one row per filter.
+        # Shapes of tensors computed from weights alone, such as transposes, may differ: they depend on the filters.
         now, then = ([v.shape for v in op.inputs if not v.roots] for op in (actual, promised))
         if now != then:
             return False
     if promised.position in other.drawn:  # the scale of random numbers may depend on their count
         return True
-    if other.cold and not promised.inputs:  # the model may keep such a tensor, so its size counts
+    if other.cold and not promised.inputs:  # the model may store such a tensor, so its size must be equal
         return decided.same(promised, settings(actual), settings(promised))
     moves = has_channel_indices(promised)
     return decided.same(promised, fixed_settings(actual, moves), fixed_settings(promised, moves))
@@ -152,7 +152,7 @@ def _handed_on(ops: Sequence[Op]) -> dict[Value, Value]:
 
 
 def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> None:
-    """Raise a PruningError if a module that surgery put in did not run: some object refers to the original."""
+    """Raise a PruningError if an inserted module did not run, because some object refers to the replaced one."""
     ran = {op.call.module for op in found if op.name in (REMAP, ZEROS) and op.call is not None}
     gated = {node.module for node in graph.nodes if isinstance(node, Boundary)}
     for path, module in small.named_modules():
@@ -165,7 +165,7 @@ def _check_seen(small: nn.Module, found: Sequence[Op], graph: ChannelGraph) -> N
 
 
 def failure_in_training(small: nn.Module, model: nn.Module, example_inputs: Any) -> str | None:
-    """Return where the small network fails in training mode, or None if it runs or the original fails too."""
+    """Return the line where the small network fails in training mode; None if it runs or the model fails too."""
     if not any(map(may_read_training, small.modules())):
         return None
     state = random.getstate()
@@ -210,7 +210,7 @@ _WIDTHS = {"aten.convolution": (8,), GROUP_NORM: (4, 6)}
 
 
 def agrees(actual: Op, node: Node, layout: Layout, decided: ValueDependent) -> bool:
-    """Return True if an operator of the small network does what the layout promises."""
+    """Return True if the operator `actual` has the shapes, settings and channel positions of the layout."""
     promised = node.op
     if not same_kind(actual, promised) or len(actual.outputs) < len(promised.outputs):
         return False
@@ -221,13 +221,13 @@ def agrees(actual: Op, node: Node, layout: Layout, decided: ValueDependent) -> b
     if not decided.same(promised, fixed_settings(actual, moves), fixed_settings(promised, moves)):
         return False
     if isinstance(node, Norm) and actual.name == GROUP_NORM:
-        # A literal number of groups may fit fewer channels too, but then fewer of them share statistics.
+        # A hard-coded number of groups may divide fewer channels too, but then fewer of them share statistics.
         return actual.inputs[0].shape[1] == node.per_group * actual.args[6]
     return not isinstance(node, ChannelMove) or decided.touches(promised) or moves_alike(actual, node, layout)
 
 
 def same_kind(actual: Op, promised: Op) -> bool:
-    """Return True for the same operator, with the same literals: `torch.tensor(x.shape[1])` depends on a width."""
+    """Return True for the same operator with equal literals; `torch.tensor(x.shape[1])` depends on a width."""
     literals = [
         (now.data, then.data)
         for now, then in zip(actual.inputs, promised.inputs, strict=False)
@@ -243,17 +243,17 @@ def settings(op: Op) -> list[Any]:
 
 
 def fixed_settings(op: Op, moves: bool) -> list[Any]:
-    """Return the arguments of an operator that must not depend on a width, as that of `x / x.shape[1]` does.
+    """Return the arguments of an operator that must not depend on a width, such as the divisor in `x / x.shape[1]`.
 
-    With `moves`, integers are left out: they may be sizes and positions of channels, which `moves_alike` checks.
+    If `moves` is true, integers are left out: they may be sizes or indices of channels, which `moves_alike` checks.
     """
     given = (*op.args, *op.kwargs.values())
     if moves:
         return [a for a in _plain(given) if not isinstance(a, int)]
-    if not op.inputs or rule_of(op) in (fresh, fresh_zeros):  # its sizes are in a list, and compared as shapes
+    if not op.inputs or rule_of(op) in (fresh, fresh_zeros):  # `_plain` omits its list of sizes
         return _plain(given)
     kept = [a for place, a in enumerate(op.args) if place not in _WIDTHS.get(op.name, ())]
-    if op.name == "aten.affine_grid_generator":  # the size of a map, whose channels it does not use
+    if op.name == "aten.affine_grid_generator":  # takes the size of a feature map, but ignores channels
         kept[1] = [n for place, n in enumerate(kept[1]) if place != 1]
     return _plain(pytree.tree_leaves((kept, op.kwargs)))
 
@@ -271,9 +271,9 @@ def _plain(given: Iterable[Any]) -> list[Any]:
 def moves_alike(actual: Op, node: ChannelMove, layout: Layout) -> bool:
     """Return True if an operator moves each remaining channel, and each pixel, where the layout expects it.
 
-    Equal shapes are not enough: the first half of the channels is a different one when fewer are left.
+    Equal shapes are not enough: after pruning, the first half of the channels may consist of other channels.
     """
-    joins = actual.name == "aten.cat"  # which ignores operands of shape (0,)
+    joins = actual.name == "aten.cat"  # `cat` ignores operands of shape (0,)
     operands = [v for v in dict.fromkeys(actual.inputs) if not v.is_table and not (joins and v.shape == (0,))]
     if len(operands) != len(node.operands):
         return False
@@ -298,7 +298,7 @@ def moves_alike(actual: Op, node: ChannelMove, layout: Layout) -> bool:
 
 
 def _moves_pixels_alike(actual: Op, operands: Sequence[Value], node: ChannelMove, layout: Layout) -> bool:
-    """Check the same for dimensions along which channels do not differ: a shift there must not be by a width."""
+    """Return True if an operator moves pixels as in the original; a spatial shift must not depend on a width."""
     pixels: list[Grids] = [{}, {}]
     for now, then in zip(operands, node.operands, strict=True):
         for value, grids in zip((now, then), pixels, strict=True):
@@ -311,13 +311,13 @@ def _moves_pixels_alike(actual: Op, operands: Sequence[Value], node: ChannelMove
 
 
 def _left(labels: NDArray[np.int64], out: Value, layout: Layout) -> NDArray[np.int64]:
-    """Select the entries of a table over an output that belong to remaining channels."""
+    """Return the entries of `labels`, one source index per channel of `out`, that belong to remaining channels."""
     places = [layout.indices(out, d) if n != 1 else [0] for d, n in enumerate(labels.shape)]
     return labels[np.ix_(*places)]
 
 
 def _equal(now: NDArray[np.int64], then: NDArray[np.int64]) -> bool:
-    """Return True if two tables are equal, where either may have size 1 in dimensions without differences."""
+    """Return True if two arrays of the same rank are equal after broadcasting dimensions of size 1."""
     fits = now.ndim == then.ndim and all(a == b or 1 in (a, b) for a, b in zip(now.shape, then.shape, strict=True))
     return fits and bool(np.all(now == then))
 
@@ -335,7 +335,7 @@ class Operands:
     def __init__(self, now: Mapping[Value, Value], then: Mapping[Value, Value], names: tuple[Names, Names]) -> None:
         self._now, self._then = now, then  # operators not compared: result -> operand
         self._names = names
-        self._same: dict[Value, Value] = {}  # small -> large
+        self._same: dict[Value, Value] = {}  # value in the small network -> value in the original
         self._paired: set[Value] = set()
 
     def agree(self, now: Op, then: Op) -> bool:
@@ -360,9 +360,9 @@ class Operands:
 
 
 def names_of(model: nn.Module) -> Names:
-    """Map the traced name of every parameter and buffer to all its names.
+    """Map the name of every parameter and buffer to all its names; a tied parameter has several.
 
-    The latter are those before an earlier pruning wrapped modules in `RemappedModule`.
+    The latter are without the `RemappedModule` wrappers of earlier extractions.
 
     >>> tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     >>> tied[1].weight = tied[0].weight
@@ -387,14 +387,14 @@ def _origin(value: Value, handed_on: Mapping[Value, Value]) -> Value:
 # Operators whose output size depends on values.
 _BY_VALUE = "nonzero index masked_select bincount repeat_interleave _unique _unique2 unique_dim unique_consecutive"
 _BY_VALUE_OPS = {"torchvision.nms", *(f"aten.{name}" for name in _BY_VALUE.split())}
-_COMMON = (-1, 0, 1)  # too common to identify a value: dimensions and flags use them, too
+_COMMON = (-1, 0, 1)  # as dimensions and flags these are too common to show that a value was read
 
 
 class ValueDependent:
     """Sizes and numbers that depend on tensor values, and so may differ between the small network and the original.
 
-    With fewer channels values differ, so other boxes pass a threshold and a maximum to divide by is another one;
-    neither says anything about widths. A dimension that was cut must have the promised size all the same.
+    With fewer channels values differ: other boxes pass a threshold, or a maximum used as a divisor changes. Such
+    code need not depend on a width. A dimension that lost channels must still have the predicted size.
     """
 
     def __init__(self, now: Sequence[Op], then: Sequence[Op]) -> None:
@@ -420,7 +420,7 @@ class ValueDependent:
         return all(found == size or size == whole for found, size, whole in sizes)
 
     def same(self, op: Op, now: Sequence[Any], then: Sequence[Any]) -> bool:
-        """Return True if an operator's numbers are equal, except for those read off tensors and their sizes."""
+        """Return True if an operator's arguments are equal, except for numbers that depend on tensor values."""
         free = int if self.touches(op) else ()
         return len(now) == len(then) and all(
             a == b
@@ -432,6 +432,6 @@ class ValueDependent:
 
 
 def _read_numbers(ops: Sequence[Op]) -> set[float]:
-    """Return the numbers that were read off tensors, and their integer parts."""
+    """Return the numbers that were read from tensor values (`tensor.item()`), and their integer parts."""
     found = {op.returned for op in ops if op.returned is not None and math.isfinite(op.returned)}
     return (found | {int(number) for number in found}) - set(_COMMON)

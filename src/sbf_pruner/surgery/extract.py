@@ -1,9 +1,9 @@
 """Extract a smaller module from a model, its channel graph and a plan.
 
 Surgery works on a deep copy and never changes the user's model: parameters and buffers are sliced to the layout,
-modules keep their classes, and only where two layouts meet is a module wrapped with remaps. A dry run then compares
-the result, operator by operator, with what the layout promises. Where the model's own code fixes a size, that
-operator keeps all its channels and surgery starts again.
+modules keep their classes, and a module is wrapped with remaps only if the layouts on its two sides differ. A dry
+run then compares the result, operator by operator, with what the layout predicts. If the model's own code fixes the
+size of an operator, that operator keeps all its channels and surgery starts again.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def extract(
     """Return a new module without the filters that the plan drops, equal to the model with those filters gated off.
 
     Where the model's own code fixes sizes (a view, a split), the channels it relies on stay as zeros; the result's
-    `sbf_fixed_sizes` names those lines. With `prove`, both networks run in float64, on the example inputs in both
-    modes and on inputs of another size, and a PruningError is raised if their outputs differ.
+    `sbf_fixed_sizes` names those lines. If `prove` is true, both networks run in float64, on the example inputs in
+    both modes and on inputs of another size, and a PruningError is raised if their outputs differ.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> extract(net, torch.rand(1, 3, 16, 16), Plan({"0": [0, 5]}))[3]
@@ -61,12 +61,12 @@ def extract(
 
 
 def find_fixed_sizes(model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph) -> FixedSizes:
-    """Return where the model's own code keeps more channels than the plan, by an extraction that is discarded."""
+    """Return the operators and calls whose sizes the model's own code fixes; makes and discards an extraction."""
     return _cut(model, example_inputs, plan, graph)[1]
 
 
 @gc_disabled()
-@torch.inference_mode(False)  # the result must be trainable, and inference mode renames operators
+@torch.inference_mode(False)  # inference tensors cannot be trained, and operator names differ
 def _cut(
     model: nn.Module, example_inputs: Any, plan: Plan, graph: ChannelGraph
 ) -> tuple[nn.Module, _FixedSizeCollector]:
@@ -86,7 +86,7 @@ def _cut(
         try:
             pins.add(odd)
         except PruningError:
-            # Widths may not be the cause, but a hook added since, or anchors kept for inputs of another size.
+            # The cause may be a hook added since the trace, or anchors stored for inputs of another size.
             if not first_change(model, example_inputs, graph):
                 raise
             model, pins = warmed_copy(model, example_inputs), _FixedSizeCollector(graph)
@@ -132,11 +132,11 @@ class _FixedSizeCollector(FixedSizes):
         self.lines: dict[str, None] = {}  # in the user's code
 
     def add(self, odd: Op) -> None:
-        """Keep all channels of an operator; if it has them, of the call it runs in, then of the one around that."""
+        """Keep all channels of an operator; if it has them, of its module call, then of the call around that."""
         self.lines[f"{odd.where} ({odd.name})"] = None
         like = [op for op in self.graph.trace.ops if (op.name, op.where) == (odd.name, odd.where)]
         if odd.position not in self.positions:
-            # Where one line of the model fixes a size, it does so every time it runs.
+            # If a line of the model fixes a size, it does so every time it runs.
             self.positions |= {op.position for op in like}
             return
         calls = {op.call for op in like}
@@ -205,9 +205,9 @@ class _Surgery:
     # -- modules -------------------------------------------------------------------------------------------
 
     def _rename_sizes(self, module: nn.Module, nodes: list[LayerNode | Norm]) -> None:
-        """Set `out_channels` and similar attributes to the sizes that are left."""
+        """Set `out_channels` and similar attributes to the sizes after pruning."""
         node = nodes[0]
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):  # which checks the size of its input
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):  # they check the size of their input
             first = (n for n in nodes if isinstance(n, LayerNode) and n.weight.name.endswith(_FIRST_OF_RNN))
             module.input_size = next((self.layout.sizes(n.x)[1] for n in first), module.input_size)
             return
@@ -222,11 +222,11 @@ class _Surgery:
         else:
             sizes["num_groups"] = node.x.shape[1] // node.per_group, width_out // node.per_group
         for name, (before, after) in sizes.items():
-            if getattr(module, name, None) == before:  # else it means something else
+            if getattr(module, name, None) == before:  # else the attribute has another meaning
                 setattr(module, name, after)
 
     def _fitted(self, path: str, nodes: list[LayerNode | Norm]) -> nn.Module:
-        """Return what takes the place of a module in the small network: itself, with remaps, or `Zeros`."""
+        """Return the replacement of a module in the small network: `Zeros`, or itself, with remaps if needed."""
         module = self.modules[path]
         ahead, behind = self.edges[path, "in"], self.edges[path, "out"]
         if path in self._unwanted and ahead[0].free:
@@ -238,7 +238,7 @@ class _Surgery:
         return self._adapted(path)
 
     def _keeps_to(self, windows: list[Window], module: nn.Module, ahead: Boundary) -> bool:
-        """Return True if the windows predict the output size of a module for inputs of any size.
+        """Return True if the windows compute the output size of a module for inputs of any size.
 
         Custom forwards and hooks may pad by the input size, as TensorFlow does, so those are run at three sizes.
         """
@@ -273,18 +273,18 @@ class _Surgery:
             return None
         # One remap serves all calls of the module: it passes channels that are alive in any of them.
         masks = [shrink(self.flow.alive[e.out], e.line(e.out)).reshape(-1) for e in edges]
-        alive = np.logical_or.reduce(masks) | edge.walled  # no gate at a walled edge: dead channels arrive as zeros
+        alive = np.logical_or.reduce(masks) | edge.walled  # without a gate here (`walled`), dead channels are zeros
         source = edge.source(self.layout, alive)
         width = self.layout.sizes(edge.x)[edge.dim]
         return None if source == list(range(width)) else Remap(source, common_dim(edges), width)
 
     def _prepare_folding(self, swaps: dict[int, nn.Module]) -> None:
-        """Give layers the remaps behind their batch norms, so that folding a norm into its layer stays exact.
+        """Copy the remap after each batch norm to its layer, so that folding the norm into the layer stays exact.
 
         Folding (`fuse_conv_bn_eval`, YOLO's `fuse()`) removes the norm together with the remap that wraps it.
         """
         for path, module in self.modules.items():
-            # A remap in use belongs to a norm that was folded before this extraction; it is swapped like any other.
+            # A `folded` remap that runs belongs to a norm folded before this extraction; `run` has replaced it.
             if isinstance(module, RemappedModule) and (f"{path}.folded".lstrip("."), "remap") not in self.edges:
                 module.folded = None
         for layer, norm in self._foldable():
@@ -302,7 +302,7 @@ class _Surgery:
                 around = [self._wrapped(p, swaps) for p in (layer, norm)]
                 if around[0].bias is None:
                     around[0].folded = moved
-                else:  # with a bias, folding does not show: the layer always remaps, and the norm undoes it
+                else:  # a bias does not show if the norm was folded: the layer always remaps, the norm undoes it
                     around[0].after = moved
                     back = [source.index(i) if i in source else -1 for i in range(moved.inputs)]
                     around[1].before = Remap(back, moved.dim, len(source))
@@ -352,7 +352,7 @@ class _Surgery:
         return outer
 
     def _move_remaps(self, put_in: Iterable[nn.Module]) -> None:
-        """Move remaps, the only new modules, to the device of the module that they belong to."""
+        """Move remaps to the device of the module that they belong to."""
         first = next(self.small.parameters(), torch.empty(0))
         for module in put_in:
             device = next(module.parameters(), first).device
@@ -368,11 +368,11 @@ def _disable_transformer_fast_path(network: nn.Module) -> None:
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False
             elif isinstance(module, nn.TransformerEncoderLayer):
-                module.activation_relu_or_gelu = 0  # only the fast path reads it; 0: unsupported
+                module.activation_relu_or_gelu = 0  # read by the fast path only; 0 means unsupported
 
 
 def _windows(node: LayerNode | Norm, ahead: Boundary, behind: Boundary) -> list[Window] | None:
-    """Return how a module changes the spatial size of its input; None if that is not known."""
+    """Return a window per spatial dimension; [] if the module keeps the spatial size, None if it is unknown."""
     if ahead.dim != behind.dim or len(ahead.x.shape) != len(behind.x.shape):
         return None
     if isinstance(node, Norm) or node.op.name != "aten.convolution":
@@ -390,7 +390,7 @@ def _windows(node: LayerNode | Norm, ahead: Boundary, behind: Boundary) -> list[
 
 
 def sliced(model: nn.Module, graph: ChannelGraph, layout: Layout) -> dict[int, Tensor]:
-    """Slice every parameter and buffer that loses entries; keys are the ids of the original tensors.
+    """Map the id of every parameter and buffer that loses entries to the slice that is left.
 
     The model is not changed, and slices keep the memory format of the original.
     """
@@ -422,7 +422,7 @@ def _grouped(tensor: Tensor, node: LayerNode, layout: Layout) -> Tensor:
     kept = np.flatnonzero(rows & present[:, None])
     if not kept.size or (kept.size == rows.size and columns.all()):
         return tensor
-    # All groups that are left have equally many columns, but maybe different ones.
+    # All groups that are left keep equally many inputs, but may keep different ones.
     of_group = np.nonzero(columns[present])[1].reshape(int(present.sum()), -1)
     group = (np.cumsum(present) - 1)[kept // rows.shape[1]]
     at = tuple(torch.from_numpy(index).to(tensor.device) for index in (kept[:, None], of_group[group]))

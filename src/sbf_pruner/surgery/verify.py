@@ -1,8 +1,8 @@
 """Verify that a gated network and the network extracted from it compute the same function.
 
 Copies run in float64, where a correct extraction changes outputs by rounding only. Differences are relative to the
-largest output. A difference does not count if the gated network alone differs as much with another seed and
-slightly changed inputs, because of random operators, rounding in the forward, or branches that rounding decides.
+largest output. A difference is accepted if the gated network alone differs as much with another seed and slightly
+changed inputs, because of random operators, rounding in the forward, or branches that depend on rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNSURE = 100.0  # differences up to this multiple of the effect of a nudge are 
 
 
 def gated_copy(model: nn.Module, graph: ChannelGraph, flow: Flow) -> nn.Module:
-    """Return a copy of a model with hard gates, set as in the given flow."""
+    """Return a copy of a model with binary gates, which are open for the filters that `flow` has as alive."""
     twin = remove_pruner_hooks(real_copy(model))
     gates = Gates(twin, graph.sites, {name: layer.filters for name, layer in graph.layers.items()})
     if graph.sites:
@@ -50,7 +50,7 @@ def prove(gated: nn.Module, small: nn.Module, example_inputs: Any) -> float | No
     one more sample. If the gated network takes no other size, for example because it flattens its feature maps,
     this is logged and only the number of samples changes.
 
-    Returns the largest difference in evaluation mode, or None, with the reason logged, if it cannot be computed.
+    Return the largest difference in evaluation mode. If it cannot be computed, log the reason and return None.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1))
     >>> prove(net, net, torch.rand(1, 3, 5, 5))
@@ -103,11 +103,11 @@ def max_relative_difference(
 ) -> float | None:
     """Return the largest difference between outputs, relative to the largest output.
 
-    None if the gated network gives no finite output or does not run; a PruningError if only the small one fails.
+    Return None if the gated network fails or has no finite output. Raise a PruningError if only the other fails.
     """
     try:
         expected = _outputs(gated, example_inputs, training)
-    except Exception:  # one value per channel in a norm, a fixed dtype, out of memory
+    except Exception:  # such as one value per channel in a norm, a fixed dtype, no memory
         return None
     if not any(bool(tensor.isfinite().any()) for tensor in expected):
         return None

@@ -1,9 +1,9 @@
 """Rule registry: for each ATen operator, the function that builds its node in the channel graph.
 
-A rule takes a recorded operator and the grids known so far (see `nodes`), returns the node of the operator and
-sets the grids of its outputs. An operator without a rule is opaque: the layers that feed it are skipped, with
-the operator as the reason. In-place forms use the rule of the plain form (`relu_` that of `relu`). The rules are
-defined in `pointwise`, `layers` and `movement`.
+A rule takes a recorded operator and the grids known so far, sets the grids of its outputs and returns its node. A
+tensor's grid is the shape of the mask over its channels (see `nodes`). An operator without a rule is opaque: the
+layers that feed it are skipped, with the operator as the reason. In-place operators use the rule of the plain
+operator (`relu_` that of `relu`). The rules are defined in `pointwise`, `layers` and `movement`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from . import layers, movement, pointwise
 
 Rule = Callable[[Op, Grids], Node]
 
-# A stored tensor with more elements than this that is no layer's weight has channels along dimension 0 only.
+# A parameter or buffer with more elements than this has channels along dimension 0 only, except layers' weights.
 _LARGE_STATE = 1 << 22
 
 
 def rule_of(op: Op) -> Rule | None:
-    """Return the rule of an operator or of its plain form if it works in place; None if it has none."""
+    """Return the rule of an operator, or of the plain operator if it is in-place; None if there is none."""
     return RULES.get(op.name) or RULES.get(op.name.removesuffix("_"))
 
 
 def build_node(op: Op, grids: Grids) -> Node:
     """Build the node of an operator and set the grids of its tensors.
 
-    Raises PruningError if a rule that the user registered fails; exceptions of built-in rules propagate.
+    Raise a PruningError if a rule that the user registered fails; exceptions of built-in rules propagate.
     """
     for value in op.inputs:
         grids.setdefault(value, _first_grid(value))
     try:
-        if op.results and all(0 in value.shape for value in op.results):  # does not show how channels pass
+        if op.results and all(0 in value.shape for value in op.results):  # shows nothing about channels
             why = "returns an empty tensor for the example inputs; give inputs for which it does not"
             node: Node = Opaque(op, grids, f"{op.name} at {op.where} {why}")
         else:
@@ -162,7 +162,7 @@ def register_rule(operator: str, rule: str | Rule) -> None:
     `rule` is one of the names "zero_kept" (elementwise with f(0) = 0), "zero_lost" (elementwise with f(0) != 0),
     "addition", "product", "quotient", "softmax", "moved" (channels change position), "joined" (concatenation),
     "pooled" (pixels change, channels do not) and "reduced" (mean or maximum over other dimensions); or a function
-    from the recorded operator and the grids known so far to a node, like those in `pointwise` and `movement`.
+    that takes the operator and the grids known so far and returns a node, like those in `pointwise` and `movement`.
 
     >>> register_rule("shop::soft_step", "zero_kept")
     >>> register_rule("shop::soft_step", "smooth")

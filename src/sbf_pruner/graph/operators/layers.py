@@ -1,8 +1,8 @@
 """Convolutions, linear layers, matrix products and norms: their nodes and the rules that build them.
 
-A layer sums over its input channels and creates new ones. A weight may be computed (weight norm, say) or transposed
-on its way to the operator; its owner and its dimensions of filters and inputs are known all the same. Products of
-two activations that are not computed per sample, and norms whose statistics are shared by all channels, are opaque.
+Each output channel of a layer is a sum over input channels. A weight may be computed (weight norm) or transposed
+before the operator reads it; its module and its dimensions of filters and inputs are found in the trace. These are
+opaque: products of two activations not computed per sample, and norms that share statistics among all channels.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class LayerNode(Node):
     out_axis: int  # dimension of the filters in the stored weight
     in_axis: int
     groups: int = 1
-    unit: int = 1  # filters that share statistics in the norm behind it
-    revives: bool = False  # the bias makes a filter without live input a constant
-    idle: Mask | None = None  # filters without live input even if all filters are kept
+    unit: int = 1  # number of filters that share statistics in the norm after it
+    revives: bool = False  # a filter with zero input gives its bias, a constant that no gate here closes
+    idle: Mask | None = None  # filters with zero input even if all filters are kept
     layer: str = ""  # name of the layer in the graph
 
     @property
@@ -48,7 +48,7 @@ class LayerNode(Node):
 
     @property
     def stored(self) -> bool:
-        """True if the weight is a parameter or buffer; else it is computed, perhaps from the network's input."""
+        """True if the weight is a parameter or buffer; False if it is computed, even from the network's input."""
         return self.weight.kind == "state"
 
     @property
@@ -60,24 +60,25 @@ class LayerNode(Node):
         return self.groups > 1 and self.groups == self.x.shape[1]
 
     def grouped(self, mask: Mask) -> Mask:
-        """Reshape a mask over channels to one row per group."""
+        """Reshape a mask over channels to `(groups, channels per group)`."""
         return mask.reshape(self.groups, -1)
 
     def live(self, flow: Flow) -> Mask:
-        """Filters with at least one live input channel."""
+        """Return a mask of the filters with at least one alive input channel."""
         return self._by_group(flow.alive[self.x], self.x, self.filters)
 
     def _by_group(self, mask: Mask, value: Value, count: int) -> Mask:
-        """Select those of `count` channels on one side whose group has a channel of the mask on the other side."""
+        """Return a mask of the `count` channels on the side opposite to `value` whose group has one in `mask`."""
         if self.groups == 1:
             return np.full(count, mask.any())
         rows = self.grouped(shrink(mask, along(1, value.shape)))
         return np.repeat(rows.any(1), count // self.groups)
 
     def fed(self, flow: Flow) -> Mask:
-        """Filters that do not vanish for lack of input; idle ones stay, as constants of the user's network.
+        """Return a mask of the filters with alive input or in `idle` (constants of the dense network).
 
-        With a bias, a filter without input is a constant in the norm statistics it shares: a unit stays whole.
+        With a bias, a filter with zero input is a constant in the statistics of the norm after it, so the mask is
+        extended to whole groups of `unit` filters.
         """
         fed = self.live(flow) if self.idle is None else self.live(flow) | self.idle
         return fed if self.bias is None else whole_groups(fed, self.unit)
@@ -113,13 +114,13 @@ class LayerNode(Node):
             layout.fill(self.x)
         if self.bias is not None:
             layout.tie([(self.bias, 0), (self.out, 1)])
-        # With groups the stored weight has no axis of all inputs; surgery slices it group by group.
+        # The second dimension of a grouped weight is the inputs per group, so surgery slices it group by group.
         for axis, value in sides:
             if self.weight.shape[axis] == value.shape[1]:
                 layout.tie([(self.weight, axis), (value, 1)])
 
     def _tie_groups(self, layout: Layout) -> None:
-        """Give all present groups equal numbers of inputs and equal numbers of filters."""
+        """Add channels until all groups that are kept have equally many inputs and equally many filters."""
         sides = [self.grouped(layout.line(v, 1)) for v in (self.x, self.out)]
         present = np.asarray(sides[0].any(1) | sides[1].any(1))
         if not self.stored:
@@ -132,7 +133,7 @@ class LayerNode(Node):
 class Product(Node):
     """A batched matrix product of two activations, as in attention.
 
-    A channel that is summed over is alive where both operands have it.
+    An entry of the result is alive if some channel that is summed over for it is alive in both operands.
     """
 
     left: Value
@@ -161,7 +162,7 @@ class Product(Node):
 
 
 def _matrix_product(left: Mask, right: Mask) -> Mask:
-    """Entries of a matrix product with at least one non-zero term; grid dimensions of size 1 are broadcast."""
+    """Return a mask of the entries of a matrix product with a nonzero term; dimensions of size 1 are broadcast."""
     length = max(left.shape[2], right.shape[1])
     rows = np.broadcast_to(left, (*left.shape[:2], length)).astype(np.float32)
     return np.asarray(rows @ np.broadcast_to(right, (len(right), length, right.shape[2])) > 0)
@@ -173,9 +174,9 @@ class Norm(Node):
 
     x: Value
     states: tuple[Value, ...]
-    per_group: int = 1  # channels that share statistics
-    revives: bool = True  # no gate here: a channel of zeros becomes a constant
-    idle: Mask | None = None  # zero before the norm even if all filters are kept
+    per_group: int = 1  # number of channels that share statistics
+    revives: bool = True  # a channel of zeros becomes a nonzero constant that no gate here closes
+    idle: Mask | None = None  # channels with zero input even if all filters are kept
 
     def push(self, flow: Flow) -> None:
         super().push(flow)
@@ -210,7 +211,7 @@ def layer_weight(op: Op) -> Value:
 
 
 def weight_owner(op: Op) -> str | None:
-    """Return the module whose weight a layer or norm operator uses; None if there is none, or not one alone."""
+    """Return the module whose weight a layer or norm operator uses; None unless there is exactly one."""
     if op.name in LAYERS:
         weight = layer_weight(op)
         # The parameters of a computed weight are held by the layer itself or by its parametrizations.
@@ -224,9 +225,9 @@ def weight_owner(op: Op) -> str | None:
 
 
 def weight_grids(trace: Trace) -> Grids:
-    """Return the grids of all layer weights: a stored weight, however large, varies along all dimensions.
+    """Return the grids of all layer weights: the grid of a stored weight, however large, is its shape.
 
-    Parameters behind a computed weight vary along the filters only: a filter is normalized over all its inputs.
+    If a weight is computed, its parameters have grids of 1 except along filters, which are normalized over inputs.
     """
     grids: Grids = {}
     for op in trace.ops:
@@ -282,7 +283,7 @@ def batched_product(op: Op, grids: Grids) -> Node:
     """Batched product of two activations: attention over pixels or channels, bilinear pooling."""
     left, right = op.args[:2]
     if grids[left][0] > 1 or grids[right][0] > 1:
-        # The heads are in the batch dimension: a tensor is a box, so all would have to lose the same channels.
+        # The heads are in the batch dimension of one tensor, so all would have to lose the same channels.
         why = "is a matrix product per head, and all heads must keep the same number of channels"
         return Opaque(op, grids, f"{op.name} at {op.where} {why}")
     grids[op.results[0]] = 1, grids[left][1], grids[right][2]
@@ -290,7 +291,7 @@ def batched_product(op: Op, grids: Grids) -> Node:
 
 
 def transpose(op: Op, grids: Grids) -> Node:
-    """Transposes. A linear layer that reads a transposed weight refers to the stored weight itself."""
+    """Transpose; the node of a linear layer that reads a transposed weight refers to the stored weight itself."""
     stored = op.results[0].transpose_of
     return Source(op, grids) if stored is not None and stored.roots else moved(op, grids)
 
@@ -302,14 +303,14 @@ def batch_norm(op: Op, grids: Grids) -> Node:
 
 
 def _norm(op: Op, grids: Grids, states: Sequence[Any], revives: bool, per_group: int = 1) -> Node:
-    op = dataclasses.replace(op, outputs=op.outputs[:1])  # the others are saved for the backward pass
+    op = dataclasses.replace(op, outputs=op.outputs[:1])  # the other outputs are saved for the backward pass
     grids[op.results[0]] = along(1, op.results[0].shape)
     states = tuple(v for v in states if isinstance(v, Value))
     return Norm(op, grids, x=op.args[0], states=states, revives=revives, per_group=per_group)
 
 
 def weight_norm(op: Op, grids: Grids) -> Node:
-    """Weight norm over each filter by itself; opaque if channels differ along other dimensions."""
+    """Weight norm of each filter; opaque if channels also differ along dimensions other than the filters."""
     dim = op.dim(2, 0)
     if any(n > 1 for v in op.args[:2] for d, n in enumerate(grids[v]) if d != dim % len(v.shape)):
         return opaque(op, grids)

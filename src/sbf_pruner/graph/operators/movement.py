@@ -2,7 +2,7 @@
 
 Views, permutations, slices and shuffles run on a tensor of channel numbers instead of values; the result shows
 where each channel went. Channel numbers are expanded, not copied, along dimensions in which channels do not
-differ, so those of a feature map take as much memory as it has channels.
+differ, so those of an `(N, C, H, W)` feature map take the memory of C numbers. For grids, see `nodes`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.utils import _pytree as pytree
 from ..nodes import ChannelMove, Grids, Halves, Located, Node, Opaque, Sampled, Source, Sum
 from ..records import Op, Value
 
-Numbers = NDArray[np.int64]  # over a tensor's grid: the channel at each entry, or -1 for zero
+Numbers = NDArray[np.int64]  # of the shape of a tensor's grid: source index of each channel, or -1 for zero
 
 _POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
-_LOCATING = {f"aten.{name}" for name in ("max", "min", *_POOLS)}  # which also return positions
+_LOCATING = {f"aten.{name}" for name in ("max", "min", *_POOLS)}  # also return positions
 RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"}
 
 
 def _numbered(values: Iterable[Value], grids: Grids) -> dict[Value, Numbers]:
-    """Number the channels of several tensors, one tensor after the other."""
+    """Return channel numbers in the shape of each tensor's grid, counted through all tensors."""
     found: dict[Value, Numbers] = {}
     start = 0
     for value in dict.fromkeys(values):
@@ -58,7 +58,7 @@ def _move(op: Op, grids: Grids, operands: Iterable[Value], labels: Sequence[Numb
 def moved(op: Op, grids: Grids) -> Node:
     """Views, permutations, slices and shuffles: run the operator itself on channel numbers."""
     if all(value.is_table for value in op.inputs):
-        return Source(op, grids)  # an index table, processed before it is used
+        return Source(op, grids)  # computes an index table, which has no channels
     operands = [value for value in dict.fromkeys(op.inputs) if not value.is_table]
     if any(value.kind == "constant" or value in op.args[2:] for value in operands):
         return Opaque(op, grids)  # an index table with unknown values
@@ -91,7 +91,7 @@ def indexed(op: Op, grids: Grids) -> Node:
 def halved(op: Op, grids: Grids) -> Node:
     """Gated linear unit (`glu`): the first half of a dimension times the sigmoid of the second half.
 
-    If channels do not differ along that dimension, every channel is halved by itself.
+    If channels do not differ along that dimension, the output has the same channels as the input.
     """
     x = op.args[0]
     dim = op.dim(1, -1) % len(x.shape)
@@ -126,7 +126,7 @@ def padded(op: Op, grids: Grids) -> Node:
     # Padding with -inf is of use only before a maximum, which it does not change.
     if value not in (0, None) and not (value == -math.inf and pixels_only):
         return Opaque(op, grids)
-    # Other dimensions have one label for padding and content.
+    # Along dimensions of grid size 1, padding and content have the same channel number.
     widths = [pairs.get(dim, (0, 0)) if size > 1 else (0, 0) for dim, size in enumerate(grid)]
     if any(w < 0 for pair in widths for w in pair):
         return Opaque(op, grids)
@@ -145,7 +145,7 @@ def pooled(op: Op, grids: Grids) -> Node:
 
 
 def sampled(op: Op, grids: Grids) -> Node:
-    """`grid_sample`: all channels are sampled at the same positions, which a second tensor holds."""
+    """`grid_sample`: all channels are sampled at the same positions, given by a second tensor."""
     x, positions = op.args[:2]
     if any(n > 1 for n in grids[x][2:]):
         return Opaque(op, grids)
@@ -156,8 +156,8 @@ def sampled(op: Op, grids: Grids) -> Node:
 def reduced(op: Op, grids: Grids) -> Node:
     """Mean, sum, maximum or norm over some dimensions.
 
-    Over the channels themselves only sums and norms of positive order can be followed, because a removed channel
-    adds as little to them as a zero. Other reductions over channels are opaque.
+    Over channel dimensions only sums and norms of positive order are supported, because a channel of zeros adds
+    nothing to them. Other reductions over channels are opaque.
     """
     x, out = op.args[0], op.results[0]
     grid, rank = grids[x], len(x.shape)

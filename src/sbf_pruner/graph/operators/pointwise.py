@@ -1,7 +1,7 @@
 """Rules for elementwise operators: whether a channel of zeros stays zero.
 
-A rule returns an `Elementwise` node and sets the grids of its outputs. Operators whose operands have grids that do
-not broadcast are opaque, as are operators without a rule: the layers that feed them are skipped.
+A rule returns an `Elementwise` node and sets the grids (see `nodes`) of its outputs. Operators whose operands have
+grids that do not broadcast are opaque, as are operators without a rule: the layers that feed them are skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..records import Op, Value
 
 
 def opaque(op: Op, grids: Grids) -> Node:
-    """Default rule: all channels must stay. Except for ATen operators the reason names `register_rule`."""
+    """Default rule: all channels must stay. For custom operators the reason mentions `register_rule`."""
     if op.name.startswith(("aten.", "sbf.")):
         return Opaque(op, grids)
     return Opaque(op, grids, f"{op.name} at {op.where} has no pruning rule; add one with sbf.register_rule")
@@ -26,8 +26,8 @@ def opaque(op: Op, grids: Grids) -> Node:
 def elementwise(op: Op, grids: Grids, alive_if: Alive, steep: bool = False, poles: tuple[Value, ...] = ()) -> Node:
     """Build the node of an elementwise operator.
 
-    `alive_if` says when a result may be non-zero. `steep` marks an infinite gradient at zero; `poles` are
-    the operands at whose zero the result is undefined.
+    `alive_if` is the condition for a result that may be nonzero. `steep` is true if the gradient at zero is
+    infinite; `poles` are the operands for which zero gives infinity or NaN.
     """
     try:
         grid = _without_stored_pixels(op, grids, np.broadcast_shapes(*(grids[v] for v in op.inputs)))
@@ -40,10 +40,10 @@ def elementwise(op: Op, grids: Grids, alive_if: Alive, steep: bool = False, pole
 
 
 def _without_stored_pixels(op: Op, grids: Grids, grid: Grid) -> Grid:
-    """Drop dimensions from a grid in which only stored tensors differ.
+    """Return a grid with 1 for dimensions along which only the channels of parameters and buffers differ.
 
-    A stored tensor with one value per pixel, such as a position embedding, does not turn the pixels of the feature
-    map it is added to into channels: no pixel can be removed by itself.
+    A parameter with one value per pixel, such as a position embedding, does not turn the pixels of the feature map
+    that it is added to into channels: single pixels cannot be removed.
     """
     activations = [(v.shape[::-1], grids[v][::-1]) for v in op.inputs if v.roots is None]
     found = list(grid[::-1])
@@ -58,9 +58,9 @@ zero_kept = partial(elementwise, alive_if=Alive.ANY)  # f(0) = 0: a dead channel
 zero_lost = partial(elementwise, alive_if=Alive.ALWAYS)  # f(0) != 0: a dead channel becomes a constant
 zero_made = partial(elementwise, alive_if=Alive.NEVER)  # zeros in the shape of the operand
 product = partial(elementwise, alive_if=Alive.ALL)
-choice = partial(elementwise, alive_if=Alive.OTHERS)  # `where`: whatever the condition
-prelu = partial(elementwise, alive_if=Alive.QUOTIENT)  # slopes only multiply
-# Square root: zero stays zero, but its gradient there is not finite and would reach the weights before it.
+choice = partial(elementwise, alive_if=Alive.OTHERS)  # `where`: the condition does not count
+prelu = partial(elementwise, alive_if=Alive.QUOTIENT)  # slopes only multiply the input
+# Square root: zero stays zero, but the gradient at zero is infinite and would propagate to the preceding weights.
 root = partial(elementwise, alive_if=Alive.ANY, steep=True)
 
 
@@ -69,7 +69,7 @@ def _kept_if(kept: bool, op: Op, grids: Grids) -> Node:
 
 
 def undefined_at_zero(op: Op, grids: Grids) -> Node:
-    """Elementwise with f(0) infinite or NaN: logarithms and reciprocals."""
+    """Elementwise operators with f(0) infinite or NaN: logarithms and reciprocals."""
     return zero_lost(op, grids, poles=op.inputs)
 
 
@@ -79,7 +79,7 @@ def addition(op: Op, grids: Grids) -> Node:
 
 
 def quotient(op: Op, grids: Grids) -> Node:
-    """Division: alive where the numerator is; the divisor must be alive everywhere."""
+    """Division: alive where the numerator is; no channel of the divisor may be removed."""
     if op.inputs and op.args[0] is op.inputs[0]:
         return elementwise(op, grids, Alive.QUOTIENT, poles=op.inputs[1:])
     return undefined_at_zero(op, grids)
@@ -123,7 +123,7 @@ def unpooled(op: Op, grids: Grids) -> Node:
 
 
 def power(op: Op, grids: Grids) -> Node:
-    """Powers: zero stays zero for positive exponents. Below 1 the power is a root, below 0 a reciprocal."""
+    """Power: zero stays zero for positive exponents; at zero, roots have no gradient and reciprocals no value."""
     exponent = op.number(1, "exponent", None)
     if len(op.inputs) > 1 or op.args[0] is not op.inputs[0] or exponent is None:
         return zero_lost(op, grids)
@@ -133,7 +133,7 @@ def power(op: Op, grids: Grids) -> Node:
 
 
 def softmax(op: Op, grids: Grids) -> Node:
-    """Softmax: per channel over a dimension along which channels do not differ; else all channels along it stay."""
+    """Softmax: nonzero for zero input. If channels differ along its dimension, all channels along it must stay."""
     x, dim = op.args[0], int(op.args[1])
     if grids[x][dim] == 1:
         return zero_lost(op, grids)
