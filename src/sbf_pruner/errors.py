@@ -1,4 +1,4 @@
-"""Exceptions that a user can meet.
+"""Exceptions for errors that a user can fix, and helpers for their messages.
 
 Every message is one sentence that says what is wrong, where (the layer's qualified name, the file and line, the
 recipe key), and what to do about it. The command line turns each `PruningError` into exit code 2.
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 class PruningError(Exception):
     """Base class of errors that the user can fix; the message names the cause and the remedy."""
 
-    alone = False  # True if only this rank raises it, so its message is printed whatever the rank
+    alone = False  # True if only one rank raises it, so that any rank prints its message
 
 
 class TraceError(PruningError):

@@ -1,9 +1,8 @@
 """Export a finished run as a folder: ONNX, torch.export archive, weights, eight-bit ONNX, model card and manifest.
 
-Every network file is run and its outputs are compared with those of the saved network; the eight-bit file is
-measured in accuracy instead. All files are written to a temporary folder that is then moved into place, so an
-export is complete or absent. Every figure on the model card comes from the run's summary or was measured by the
-export.
+Every network file is run and its outputs are compared with those of the saved network, except the eight-bit file,
+whose accuracy is measured. All files are written to a temporary folder that is then moved into place, so an export
+is complete or absent. All numbers on the model card come from the run's summary or were measured by the export.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ IMAGES = 512  # training images used to calibrate activation ranges
 def quantize_int8(source: Path, batches: Iterable[tuple[Tensor, Tensor]], path: Path) -> int:
     """Quantize an ONNX file to eight-bit integers, statically, and return the number of calibration images used.
 
-    The cost in accuracy has to be measured on other images, with `accuracy`.
+    Use `accuracy` to measure the loss of accuracy, on images that were not used for calibration.
     """
     import_onnxruntime()
     from onnxruntime import quantization
@@ -204,7 +203,7 @@ def _percent(accuracy: float | None) -> str:
 USUAL = ("onnx", "pt2", "safetensors")
 FORMATS = (*USUAL, "int8")
 ONNX, INT8, CARD, RECIPE = "network.onnx", "network-int8.onnx", "README.md", "recipe.toml"
-TOLERANCE = 1e-4  # relative to the largest output, or to 1 if that is smaller
+TOLERANCE = 1e-4  # output difference relative to the largest output, or to 1 if that is smaller
 _TESTED = (1, 3)  # batch sizes with which every network file is checked
 Report = Callable[[str], None]
 
@@ -291,7 +290,7 @@ def _check_place(folder: Path, run_folder: Path, force: bool) -> None:
 
 
 def _move_into_place(work: Path, place: Path, shown: Path) -> None:
-    """Move the finished folder to its place, then remove the older export there, and no other file."""
+    """Move the finished folder `work` to `place`, then delete the files of the older export there and no others."""
     if not place.exists():
         os.replace(work, place)
         return
@@ -303,7 +302,7 @@ def _move_into_place(work: Path, place: Path, shown: Path) -> None:
     except BaseException:
         os.replace(old, place)
         raise
-    with suppress(OSError):  # The new export is in place, so a leftover of the old one is no error.
+    with suppress(OSError):  # The new export is in place, so leftover files of the old one are no error.
         for path in files:
             path.unlink()
         old.rmdir()
@@ -315,8 +314,8 @@ class _Export:
         recipe = finished.recipe
         self.data: Data | None = None
         self.data_facts: dict[str, Any] = finished.summary.get("data", {})
-        if "int8" in request.formats or not self.data_facts:  # Summaries of older versions lack the data.
-            try:  # Now, so that missing data is reported before anything is timed.
+        if "int8" in request.formats or not self.data_facts:  # Older summaries lack facts about the data.
+            try:  # Load it now to report missing data before anything is timed.
                 self.data = load_data(recipe.data, recipe.model.num_classes, recipe.seed, finished.origin)
                 self.data_facts = self.data.told()
             except DataError as error:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
-    recipe, named = _recipe(args)  # before the training imports, so that errors in the recipe come sooner
+    recipe, named = _recipe(args)  # before the slow imports, so that errors in the recipe are reported sooner
 
     from ..training.run import fit
     from ..training.run_folder import RunFolder, build_dense
@@ -95,14 +95,14 @@ def _run(args: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _recipe(args: argparse.Namespace) -> tuple[Recipe, bool]:
-    """Return the recipe of `sbf run` with its overrides, and whether the user named it.
+    """Return the recipe of `sbf run` with its overrides, and True if the user named it.
 
-    Without a name, `--resume` takes the recipe from the run folder.
+    If no recipe is named, `--resume` reads it from the run folder.
     """
     from ..training.recipe import load_recipe
 
     if args.recipe is None and args.live and not args.live.isdigit():
-        args.recipe, args.live = args.live, ""  # `--live RECIPE` parses it as a port
+        args.recipe, args.live = args.live, ""  # argparse takes `--live RECIPE` as a port
     named = not (args.recipe is None and args.resume)
     if not named:
         from ..training.run_folder import RunFolder
@@ -176,7 +176,7 @@ def _data(args: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _inspect(args: argparse.Namespace, given: Sequence[str]) -> int:
     if args.model is None and args.json not in (None, arguments.STDOUT):
-        args.model, args.json = args.json, arguments.STDOUT  # `--json MODEL` parses it as a file
+        args.model, args.json = args.json, arguments.STDOUT  # argparse takes `--json MODEL` as a file
     if args.model is None:
         names = "a bundled one such as resnet56, torchvision:NAME, timm:NAME or package.module:callable"
         raise PruningError(f"name a model to inspect: {names}")
@@ -265,7 +265,7 @@ def _export(args: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _stopped(interrupt: KeyboardInterrupt, command: str) -> int:
-    """Print what was saved and the command that continues, if there is one; return the exit code."""
+    """Print what was saved and, unless it is empty, the `command` that resumes the run; return the exit code."""
     stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
     saved = stopped.saved or "stopped"
     output.print_message(f"{saved}; continue with: {command}" if command else saved)

@@ -1,6 +1,6 @@
 """Arguments of the `sbf` command: the parsers of all subcommands, and functions that convert argument strings.
 
-Nothing here imports torch. Conversions raise a PruningError whose one sentence says what to write instead.
+Nothing here imports torch. For invalid strings, a PruningError says in one sentence what to write instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..criteria import METHODS, OWN
 from ..errors import PruningError, RecipeError, suggestion
 
 LARGE_INPUT, SMALL_INPUT = "3,224,224", "3,32,32"
-STDOUT = "-"  # value of --json without a file
+STDOUT = "-"  # value of `args.json` if --json is given without a file
 
 _NETWORKS = "a bundled network, torchvision:NAME, timm:NAME or package.module:callable"
 
@@ -260,7 +260,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """Parse a keyword argument of a network's builder, "num_classes=100"; a value that is no TOML is a string."""
+    """Parse a keyword argument of a network's builder, "num_classes=100"; a value that is not TOML is a string."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key.isidentifier():
         raise PruningError(f"--option {text!r}: write KEY=VALUE, such as num_classes=100")
@@ -295,7 +295,7 @@ def parse_ints(flag: str, text: str) -> list[int]:
 
 
 def target_file(flag: str, text: str | None, endings: Sequence[str], facts: Path | None = None) -> Path | None:
-    """Return the path of a file to write, checked before any work is done; None if `text` is None.
+    """Return the path of an output file, checked before any work is done; None if `text` is None.
 
     Raises PruningError if its ending is not one of `endings`, if it cannot be written, or if it is the file `facts`
     that `--json` writes.
@@ -322,7 +322,7 @@ def json_file(text: str | None) -> Path | None:
 
 
 def recipe_overrides(targets: Sequence[str], settings: Sequence[str]) -> list[str]:
-    """Return the recipe overrides of `--target` and `--set`; a setting given by both raises a RecipeError."""
+    """Return the recipe overrides of `--target` and `--set`; raise a RecipeError for a setting given by both."""
     budget = asdict(Budget.parse(list(targets))) if targets else {}
     sizes = {f"budget.{name}": value for name, value in budget.items() if value != 1}
     for text in settings:
@@ -332,7 +332,7 @@ def recipe_overrides(targets: Sequence[str], settings: Sequence[str]) -> list[st
 
 
 def known_recipe(name: str | None) -> str:
-    """Return the name of the recipe; raise a RecipeError that lists the bundled ones if none was given."""
+    """Return `name`; if it is None, raise a RecipeError that lists the bundled recipes."""
     from ..training.recipe import bundled_recipes
 
     if name is None:
@@ -341,5 +341,5 @@ def known_recipe(name: str | None) -> str:
 
 
 def resume_command(given: Sequence[str]) -> str:
-    """Return the command line that resumes the run of this one."""
+    """Return the command line that resumes the run started with the arguments `given`."""
     return shlex.join(["sbf", *(word for word in given if word not in ("--force", "--resume")), "--resume"])

@@ -1,9 +1,9 @@
 """Terminal output of the `sbf` command: results as tables, progress bars, and messages on stderr.
 
-stdout is for results only, so progress and messages go to stderr. A function `*_lines` formats the result of a
-command, in most cases the dictionary that `--json` prints: the table first, notes on it below. Tables and bars are
-drawn by rich if it is installed, else they are plain lines. Of the processes that torchrun starts, only rank 0
-prints. Importing this module does not import torch.
+stdout is for results only, so progress and messages go to stderr. Functions named `*_lines` format the result of a
+command (in most cases the dictionary that `--json` prints) as a table followed by notes. Tables and bars are drawn
+by rich if it is installed, else as plain lines. Of the processes that torchrun starts, only rank 0 prints.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 
 def boxed(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Format rows, the first being the header, with a frame if rich is installed, else like `table`."""
+    """Format rows, of which the first is the header: framed if rich is installed, else as `table` does."""
     try:
         drawn, console = (importlib.import_module(f"rich.{name}") for name in ("table", "console"))
     except ImportError:
@@ -84,8 +84,8 @@ def summary_lines(
 ) -> list[str]:
     """Format the summary of a run: dense against pruned, the changes, notes, and the run folder.
 
-    With `scored`, the run trained scores, and a note with remedies is added if nothing was removed; `rate` is the
-    setting that controls how fast scores move.
+    If `scored` is true (the run trained scores) and nothing was removed, a note lists remedies; `rate` is the key
+    of the setting with the learning rate of the scores.
     """
     dense, pruned = summary["dense"], summary["pruned"]
     accuracy = dense["accuracy"] if dense["accuracy"] is not None else dense.get("given_accuracy")
@@ -107,7 +107,7 @@ def summary_lines(
         lines.append(f"no dense control was trained ({why}; set dense_control=true to compare)")
     if "dense_from" in summary:
         lines.append(f"dense stage: taken over from {summary['dense_from']}")
-    method = summary.get("method", OWN)  # older summaries lack it, from when there was only one
+    method = summary.get("method", OWN)  # older versions had one method and did not store it
     by = "" if method == OWN else f", chosen by {describe_method(method)}"
     lines.append(f"filters kept: {after:,} of {before:,}{by}")
     if scored and method == OWN and before and before == after:
@@ -143,7 +143,7 @@ def _latency_note(latency: Mapping[str, Any]) -> str:
 
 
 def export_lines(manifest: Mapping[str, Any]) -> list[str]:
-    """Format an export: its files with sizes, the chosen form and why, the accuracy of int8, and the folder."""
+    """Format an export: files and their sizes, the chosen form with the reason, int8 accuracy, and the folder."""
     rows = [["file", "bytes"], *([name, f"{file['bytes']:,}"] for name, file in manifest["files"].items())]
     times = manifest["chosen"]["milliseconds"]
     lines = table(rows, "<>")
@@ -157,7 +157,7 @@ def export_lines(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def overview_lines(seen: Mapping[str, Any]) -> list[str]:
-    """Format an inspection: prunable layers, coupled groups, followers, layers left alone, and totals."""
+    """Format an inspection: prunable layers, coupled groups, followers, skipped layers, and totals."""
     rows = [["layer", "kind", "filters", "map", "parameters", "MACs", "a filter's MACs", "meets", "gated at"]]
     for layer in seen["layers"]:
         met = ",".join(str(place + 1) for place in layer["groups"]) or "-"
@@ -187,7 +187,7 @@ def overview_lines(seen: Mapping[str, Any]) -> list[str]:
 
 
 def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
-    """Format `sbf bench`: dense against compact on each runtime, runtimes left out, and advice."""
+    """Format `sbf bench`: times of both networks on each runtime, runtimes that could not be timed, and advice."""
     subject, machine = result["subject"], result["environment"]
     rows = [["runtime", "batch", "dense", "compact", "speed-up", "95 % interval", "pairs", "compact form"]]
     for record in result["measured"]:
@@ -215,7 +215,7 @@ def bench_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]
 
 
 def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
-    """Format `sbf latency`: predicted against measured times, and what a latency target would leave."""
+    """Format `sbf latency`: predicted and measured times, and the MACs that latency targets would leave."""
     draw = boxed if pretty else table
     rows = [["removed", "share kept", "measured", "predicted", "error"]]
     for one in result["networks"]:
@@ -240,7 +240,7 @@ def latency_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[st
 
 
 def frontier_lines(result: Mapping[str, Any], *, pretty: bool = False) -> list[str]:
-    """Format `sbf frontier`: what each target leaves, its accuracy, and notes on how to read it."""
+    """Format `sbf frontier`: size and accuracy of the network for each target, and notes on how to read them."""
     words = {"macs": "MACs", "params": "parameters", "size": "file size", "latency": "time"}[result["of"]]
     clock = result["clock"]
     time = ["time, predicted", "left"] if clock else []
@@ -331,9 +331,9 @@ def _accuracy(values: Sequence[float]) -> str:
 
 @contextmanager
 def progress(total: int, *, quiet: bool = False, stream: TextIO | None = None) -> Iterator[Report]:
-    """Yield a function that shows the record of an epoch.
+    """Yield a function that takes the record of an epoch and shows the progress.
 
-    It updates a bar if rich is installed and the stream is a terminal, and prints a line otherwise.
+    It updates a bar if rich is installed and the stream is a terminal, else prints a line; nothing if `quiet`.
     """
     stream = stream or sys.stderr
     rich = _rich(stream)
@@ -369,7 +369,7 @@ def _bar(rich: Any, stream: TextIO, *columns: Any) -> Any:
 def with_monitors(
     report: Report, folder: Path, *, live: str | None = None, tensorboard: bool = False, fresh: bool = True
 ) -> Iterator[Report]:
-    """Yield a function that calls `report` and writes TensorBoard events, and serve the live page, as requested."""
+    """Yield `report` extended to write TensorBoard events, and serve the live page meanwhile, each if requested."""
     reports = [report]
     with ExitStack() as stack:
         if tensorboard:
@@ -393,7 +393,7 @@ def with_monitors(
 
 @contextmanager
 def transfer(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function to call as bytes arrive, with a description, the bytes done and the total (0: unknown)."""
+    """Yield a function that shows a transfer, given a description, the bytes done and the total (0 if unknown)."""
     stream = stream or sys.stderr
     rich = _rich(stream)
     if quiet:
@@ -432,12 +432,12 @@ def _print_tenths(stream: TextIO) -> Callable[[str, int, int], None]:
 
 def _print_epochs(stream: TextIO) -> Report:
     """Return a function that prints one plain line per epoch, with the time left."""
-    start: tuple[int, float] | None = None  # epochs done before the first one shown, and the time at its begin
+    start: tuple[int, float] | None = None  # epochs done before the first one shown, and its start time
 
     def show(record: Record) -> None:
         nonlocal start
         done, total = record["done"], record["total"]
-        # Start the clock at the first epoch: work before it, such as measuring layers, does not recur.
+        # Time is counted from the start of the first epoch, because earlier work (measuring layers) does not recur.
         start = start or (done - 1, time.perf_counter() - record["seconds"])
         left = (time.perf_counter() - start[1]) / (done - start[0]) * (total - done)
         where = f"[{done:>{len(str(total))}}/{total}] {_stage(record)}"
@@ -483,7 +483,7 @@ def silence_other_ranks() -> Iterator[None]:
 def log_to_stderr(*, quiet: bool) -> Iterator[None]:
     """Print the package's log records on stderr while the context is open: warnings, and the progress of training.
 
-    With `quiet`, a null handler is installed instead: without any handler, logging prints warnings by itself.
+    If `quiet` is true, a null handler is installed, because logging prints warnings if there is no handler.
     """
     package, training = logging.getLogger("sbf_pruner"), logging.getLogger("sbf_pruner.training")
     handler = logging.NullHandler() if quiet else logging.StreamHandler(sys.stderr)
@@ -507,10 +507,10 @@ def check_single_process(command: str) -> None:
 
 
 def print_error(error: PruningError) -> None:
-    """Print an error once, whichever rank found it.
+    """Print an error so that it appears once, whichever rank raised it.
 
-    An error that only this rank can have (`alone`) goes to the original stderr if the current one was silenced by
-    `silence_other_ranks`.
+    An error that only one rank raises (`error.alone`) is printed to the original stderr on ranks other than 0,
+    where `silence_other_ranks` has redirected the current one.
     """
     hidden = error.alone and not is_first()
     print(f"sbf: {error}", file=sys.__stderr__ if hidden else sys.stderr, flush=True)
@@ -527,7 +527,7 @@ def message_printer(*, quiet: bool) -> Callable[[str], None]:
 
 
 def report_machine_failure(error: Exception) -> bool:
-    """Print a line about a known failure of the machine (lost process, memory, disk); return False if unknown."""
+    """Print a line about a lost process or a lack of memory or disk; return False, unprinted, for other errors."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     lost = ("onnection closed", "onnection reset", "Broken pipe")
     if several and any(words in str(error) for words in lost):

@@ -1,10 +1,10 @@
 """Benchmarks behind `sbf bench` and `sbf latency`; all results are JSON-compatible.
 
-`run_bench` times a dense and a compact network for every runtime, device and batch size. It tries the forms that a
-network may take, for both networks alike, then times the fastest form of each in pairs, anew, so that choosing the
-minimum does not bias the result. A runtime that is missing or fails is listed with the reason, and the others go
-on. The networks are not changed. `latency_summary` summarizes a `LatencyModel` and the sizes that some targets
-would leave; its errors are those of networks that were really cut and that the fit had not seen.
+`run_bench` times a dense and a compact network for every runtime, device and batch size. It first times the forms
+of each network (see `runtimes.forms`) and then the two fastest in pairs. Only the pairs give the speed-up, because
+the minimum over forms is biased. A runtime that is missing or fails is listed with the reason, and the others
+are still timed. The networks are not changed. `latency_summary` summarizes a `LatencyModel`, its errors on
+extracted networks that were held out of the fit, and the sizes that some targets would leave.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Subject:
 
     @classmethod
     def of(cls, name: str, dense: nn.Module, compact: nn.Module) -> Subject:
-        """Make a subject of a network and what `extract` returned for it."""
+        """Create a subject from a dense network and the one extracted from it; both are set to evaluation mode."""
         return cls(name, dense.eval(), compact.eval(), random_inputs(compact.sbf_inputs, 1))
 
     @classmethod
     def of_run(cls, path: str | Path, *, trust: bool = False) -> Subject:
-        """Read the networks of a finished run; code that its recipe names is imported only with `trust`.
+        """Read the networks of a finished run; code that its recipe names is imported only if `trust` is true.
 
-        The dense network has new weights, because a run keeps only those of the small one; its speed does not
-        depend on them.
+        The dense network has newly initialized weights, because a run stores only those of the pruned one; its
+        speed does not depend on them.
         """
         run = read_run(path, ", or a model with --plan", trust=trust)
         return cls.of(str(path), run.build(), run.small)
@@ -76,7 +76,7 @@ class Subject:
     def of_plan(
         cls, name: str, shapes: Sequence[Sequence[int]], options: Mapping[str, Any], plan: str | Path
     ) -> Subject:
-        """Build a network by its name, and extract what a plan in a file keeps of it."""
+        """Build a dense network by its name, and extract the compact one by the plan in a file."""
         try:
             read = Plan.load(plan)
         except OSError as error:
@@ -86,7 +86,7 @@ class Subject:
         return cls.of(name, dense, extract(dense, tuple(torch.zeros(1, *shape) for shape in shapes), read))
 
     def inputs(self, batch: int) -> Any:
-        """Make random inputs of this batch size."""
+        """Return random inputs of this batch size."""
         return random_inputs(self.example, batch)
 
     def shapes(self) -> list[list[int]]:
@@ -138,7 +138,7 @@ def read_settings(
 
 
 def machine(devices: Sequence[str], runtimes: Sequence[str]) -> dict[str, Any]:
-    """Describe the machine: processor, versions, threads, load before any timing, and allocator settings."""
+    """Describe the machine: processor, versions, threads, current load in cores, and allocator settings."""
     packages = dict.fromkeys(package for name in runtimes for package in RUNTIMES[name].packages)
     return {
         **environment(torch.device("cuda" if "cuda" in devices else "cpu")),
@@ -150,7 +150,7 @@ def machine(devices: Sequence[str], runtimes: Sequence[str]) -> dict[str, Any]:
 
 
 def page_faults(run: Callable[[], Any]) -> float | None:
-    """Return the minor page faults of one pass, which take time whatever the network is; None if not counted."""
+    """Return the mean number of minor page faults per pass, which slow down any network; None if not counted."""
     try:
         import resource
     except ImportError:  # Only Unix has this module.
@@ -164,7 +164,7 @@ def page_faults(run: Callable[[], Any]) -> float | None:
 
 TRIAL = 2.0  # approximate seconds for trying the forms of a network
 SECONDS = 20.0  # approximate seconds for the pairs of one combination, unless their number is given
-FEWEST, MOST = 10, 100  # pairs
+FEWEST, MOST = 10, 100  # limits of the number of pairs
 
 Report = Callable[[str], None]
 
@@ -180,7 +180,7 @@ class _Bench:
     def __init__(self, subject: Subject, settings: BenchOptions, report: Report) -> None:
         self.subject, self.settings, self.report = subject, settings, report
         report("reading both networks")
-        self.machine = machine(settings.devices, settings.runtimes)  # First, before this process adds to the load.
+        self.machine = machine(settings.devices, settings.runtimes)  # Measured before this process adds load.
         self.networks = {"dense": subject.dense, "compact": subject.compact}
         sizes = {side: measure(network, subject.example) for side, network in self.networks.items()}
         self.sizes = {side: {"params": size.params, "macs": size.macs} for side, size in sizes.items()}
@@ -188,7 +188,7 @@ class _Bench:
         self.sources: dict[str, CapturedNetwork] = {}
         try:
             self.sources = {side: CapturedNetwork(net, subject.example) for side, net in self.networks.items()}
-        except PruningError as error:  # Then neither network is rewritten, to treat both alike.
+        except PruningError as error:  # Neither network is rewritten then, for a fair comparison.
             self.not_rewritten = str(error)
         self.forms: dict[tuple[str, str], dict[str, fx.GraphModule]] = {}
 
@@ -247,7 +247,7 @@ class _Bench:
     def _time_pairs(
         self, passes: Mapping[str, Mapping[str, Pass]], device: torch.device, inputs: Any
     ) -> dict[str, Any]:
-        """Choose the fastest form of each network, then time these two in pairs."""
+        """Choose the fastest form of each network, then time these two in pairs; return the times as a record."""
         tried = {side: _seconds(forms, device) for side, forms in passes.items()}
         chosen = {side: min(seconds, key=seconds.__getitem__) for side, seconds in tried.items()}
         both = {side: passes[side][name] for side, name in chosen.items()}
@@ -265,7 +265,7 @@ class _Bench:
         }
 
     def _difference(self, run: Pass, inputs: Any) -> float:
-        """Return the largest error against the unmodified compact network, relative to its largest output."""
+        """Return the largest output difference from the unmodified compact network, relative to its largest one."""
         expected, found = outputs(partial(call, self.subject.compact, inputs)), outputs(run)
         return max((_error(a, b) for a, b in zip(expected, found, strict=True)), default=0.0)
 
@@ -287,7 +287,7 @@ class _Bench:
 
 
 def _seconds(passes: Mapping[str, Pass], device: torch.device) -> dict[str, float]:
-    """Return the minimum seconds of every form; a single form is timed for a few passes only."""
+    """Return the minimum seconds per pass of every form; if there is only one, it is timed for a few passes."""
 
     def finished(run: Pass) -> None:
         run()
@@ -303,7 +303,7 @@ def _error(expected: Tensor, found: Tensor) -> float:
     return (expected - found.to(expected.dtype)).abs().max().item() / largest if largest else 0.0
 
 
-TARGETS = (0.8, 0.6, 0.4)  # of the dense network's time
+TARGETS = (0.8, 0.6, 0.4)  # latency targets, as fractions of the dense network's time
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class LatencyOptions:
     batch: int = 64
     threads: int | None = None
     fresh: bool = False
-    """Measure again what is in the cache."""
+    """Measure again instead of reading the cache."""
 
     def __post_init__(self) -> None:
         latency_runtime(self.runtime, "--runtime")
@@ -326,9 +326,9 @@ class LatencyOptions:
 def resolve_subject(
     subject: str, shapes: Sequence[Sequence[int]], options: Mapping[str, Any], usual: Sequence[int]
 ) -> tuple[nn.Module, tuple[Tensor, ...], tuple[str, ...]]:
-    """Return the network that a model name or a recipe stands for, example inputs, and the layers to ignore.
+    """Return the network of a model name or a recipe, example inputs, and the names of layers to ignore.
 
-    `shapes` are the input shapes that were given; without any, the network has one input of shape `usual`.
+    `shapes` are the shapes of the inputs without the batch; if it is empty, there is one input of shape `usual`.
     """
     if Path(subject).suffix == ".toml" or subject in bundled_recipes():
         if shapes or options:
@@ -345,13 +345,13 @@ def resolve_subject(
 def latency_model_of(
     network: nn.Module, example: Any, ignore: tuple[str, ...], request: LatencyOptions, report: Report
 ) -> LatencyModel:
-    """Return the latency model of a network on this machine, measured or from the cache."""
+    """Return the latency model of a network on this machine, from the cache or else measured."""
     conditions = conditions_here(request.runtime, request.batch, request.threads or torch.get_num_threads())
     return load_or_calibrate(network, example, conditions, ignore=ignore, fresh=request.fresh, report=report)
 
 
 def latency_summary(subject: str, model: LatencyModel) -> dict[str, Any]:
-    """Summarize a latency model, its errors, and what each of TARGETS would leave, as JSON-compatible values."""
+    """Summarize a latency model, its errors, and the MACs that each of TARGETS would leave; JSON-compatible."""
     targets = []
     for share in TARGETS:
         chosen = choose_coupling(model.graph, model, Budget(latency=share), Constraints())

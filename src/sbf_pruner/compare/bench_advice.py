@@ -1,8 +1,8 @@
-"""Explain a benchmark: time per operator, and why a network gained less than its MACs promise.
+"""Explain a benchmark: time per operator, and why the speed-up is smaller than the reduction in MACs.
 
-`dissect` runs a captured network operator by operator, so the sum is a little more than a whole pass takes; what
-counts is the difference between the dense and the compact network. `advise` returns sentences, none if all is well,
-and names only causes that show in these very measurements.
+`dissect` times a captured network operator by operator. The sum slightly exceeds the time of a whole pass, but only
+differences between the dense and the compact network are used. `advise` returns sentences that name only causes
+found in the measurements; an empty list if the speed-up is as expected.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Part:
 
 
 def dissect(network: fx.GraphModule, inputs: Any, modules: Iterable[str] = (), passes: int = 10) -> list[Part]:
-    """Time every operator of a captured network: the minimum over `passes` passes after a first one to warm up.
+    """Time every operator of a captured network: the minimum over `passes` passes, after one warm-up pass.
 
     `modules` are the qualified names in the network that it was captured from, used to name its layers.
     """
@@ -52,7 +52,7 @@ def dissect(network: fx.GraphModule, inputs: Any, modules: Iterable[str] = (), p
 
 
 def total(parts: Iterable[Part], kind: str) -> float:
-    """Return the milliseconds of all operators of a kind."""
+    """Return the total milliseconds of all operators of a kind."""
     return sum(part.ms for part in parts if part.kind == kind)
 
 
@@ -108,14 +108,14 @@ def _wait(args: tuple[Any, ...]) -> None:
 
 
 Record = Mapping[str, Any]
-Sides = Mapping[str, Sequence[Part]]  # "dense" and "compact"
+Sides = Mapping[str, Sequence[Part]]  # operators of the "dense" and of the "compact" network
 
-LITTLE = 0.5  # "Little gained": log speed-up below this part of log MAC ratio, such as 1.41x at half the MACs.
-CAUSE = 0.2  # A cause is named if it makes up this part of the time that the MACs do not explain.
-FIXED = 0.5  # Fixed costs are named if they make up this part of a pass.
-BUSY = 0.5  # cores that other processes keep busy: above this, timings are unreliable
+LITTLE = 0.5  # "little gained" if log(speed-up) is below this fraction of log(MAC ratio): 1.41x at half the MACs
+CAUSE = 0.2  # A cause is named if it takes at least this fraction of the time that the MACs do not explain.
+FIXED = 0.5  # Fixed costs are named if they take more than this fraction of a pass.
+BUSY = 0.5  # number of cores used by other processes above which timings are unreliable
 WRONG = 1e-3  # error of the outputs, relative to the largest; rounding in float32 stays far below
-FAULT = 2.5e-4  # milliseconds that a page fault takes at least
+FAULT = 2.5e-4  # minimum milliseconds per page fault
 STEADY = "MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=34359738368"
 
 
@@ -182,7 +182,7 @@ def _where(record: Record) -> str:
 
 
 def _about_memory(measured: Sequence[Record]) -> list[str]:
-    """Warn about page faults, if they can take a noticeable part of a pass anywhere."""
+    """Return a warning about page faults if they can take over 2 % of a dense pass on the CPU, else []."""
     for record in measured:
         count = record["page_faults"]["dense"]
         if count and record["device"] == "cpu" and count * FAULT > 0.02 * record["dense_ms"]["median"]:
@@ -193,7 +193,7 @@ def _about_memory(measured: Sequence[Record]) -> list[str]:
 
 
 def _causes(sides: Sides, fewer: float, batch: int) -> list[str]:
-    """Name the kinds of operators that take longer than their MACs promise, in an eager pass on the CPU."""
+    """Name the kinds of operators whose time, in an eager pass on the CPU, is reduced less than the MACs."""
     dense, compact = sides["dense"], sides["compact"]
     over = {kind: total(compact, kind) - total(dense, kind) / fewer for kind in (LAYERS, MOVES, REST)}
     beyond = sum(max(0.0, ms) for ms in over.values())
@@ -233,7 +233,7 @@ def _about_layers(dense: Sequence[Part], compact: Sequence[Part]) -> str:
 
 
 def _fixed_costs(measured: Sequence[Record], weak: Sequence[Record]) -> list[str]:
-    """Name passes whose time hardly depends on the batch size: launching operators dominates them."""
+    """Name passes whose time hardly depends on the batch size, because launching operators takes most of it."""
     shares = []
     for record in weak:
         same = [r for r in measured if all(r[key] == record[key] for key in ("device", "runtime"))]

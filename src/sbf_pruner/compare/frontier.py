@@ -1,11 +1,11 @@
 """Accuracy against size for many sizes, from one trained set of scores (`sbf frontier`).
 
-`read_scored` loads the dense network and the scores as a run's cycles left them. For each size, filters are chosen
-as a run with that budget would choose them, the network is really cut, its batch statistics are recomputed on
-training images, and its accuracy is measured. Nothing is trained and the run's folder is not changed. A size that
-cannot be reached is listed with the smallest that can; latency is predicted by a latency model. `draw_frontier`
-plots the points as .svg or .html, with the run's own filters before and after fine-tuning, and the trained dense
-network.
+`read_scored` loads the dense network and the scores as they are after a run's cycles. For each size, filters are
+chosen as a run with that budget would choose them, the network is extracted, its batch statistics are recomputed on
+training images, and its accuracy is measured. Nothing is trained and the run's folder is not changed. If a size
+cannot be reached, the smallest possible network is listed as well. Latency is predicted by a latency model.
+`draw_frontier` plots the points as .svg or .html, with the run's own filters before and after fine-tuning, and the
+trained dense network.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Scored:
     def accuracy_of(self, record: Record) -> float | None:
         """Return the accuracy on the same images (`judged`) in a record, or in a part of the run's summary."""
         key = f"{self.judged_on}_accuracy"
-        return record[key] if key in record else record["accuracy"]  # a summary's accuracy is that of the test
+        return record[key] if key in record else record["accuracy"]  # "accuracy" in a summary is the test accuracy
 
 
 def find_run(path: str | Path, device: str | None = None) -> tuple[RunFolder, Recipe, torch.device]:
@@ -76,15 +76,15 @@ def find_run(path: str | Path, device: str | None = None) -> tuple[RunFolder, Re
     if not folder.begun:
         raise RunError(f"there is no run in {path}; name the folder of a run")
     recipe = folder.read_recipe()
-    # A run that was made on a GPU can be read without one.
+    # "auto" makes a run from a GPU readable on a machine without one.
     return folder, recipe, choose_device(device or ("auto" if recipe.device == "cuda" else recipe.device))
 
 
 def read_scored(path: str | Path, device: str | None = None, *, trust: bool = False) -> Scored:
-    """Read a run that is past its cycles, finished or not; `device` overrides that of its recipe.
+    """Read a run that has completed its cycles, finished or not; `device` overrides that of its recipe.
 
-    Code that its recipe names is imported only with `trust`. Raises a RunError, with the reason and a remedy, if
-    the run has no scores.
+    Code that its recipe names is imported only if `trust` is true. Raises a RunError, with the reason and a remedy,
+    if the run has no scores.
     """
     folder, recipe, where = find_run(path, device)
     _check_far_enough(folder, recipe)
@@ -130,7 +130,7 @@ def _check_far_enough(folder: RunFolder, recipe: Recipe) -> None:
 
 USUAL = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.1")
 RESOURCES = tuple(field.name for field in fields(Budget))
-_POINT_KEYS = {**{name: name for name in RESOURCES}, "latency": "latency_ms"}  # by resource
+_POINT_KEYS = {**{name: name for name in RESOURCES}, "latency": "latency_ms"}  # key in a `SizePoint`, by resource
 NEAR = 1.0  # percentage points of accuracy below the best that count as a small loss
 Report = Callable[[str], None]
 SizePoint = dict[str, Any]
@@ -169,7 +169,7 @@ class FrontierOptions:
 
     @property
     def measures(self) -> bool:
-        """Whether to measure a latency model now, even if the run has one."""
+        """True if a latency model is measured now, even if the run has one."""
         return self.runtime is not None or self.batch is not None
 
     def sizes(self) -> list[float]:
@@ -241,7 +241,7 @@ class _Sweep:
         return {**target, "reached": True, **self._evaluate(f"{format_percentage(100 * target['share'])}%", masks)}
 
     def _evaluate(self, name: str, masks: Masks) -> SizePoint:
-        """Extract a choice of filters, recompute its batch statistics and evaluate it; equal choices are cached."""
+        """Extract the network of `masks`, recompute its batch statistics and evaluate it; cached by plan."""
         masks = self.graph.settle(masks)
         plan = Plan.from_masks(masks)
         if plan not in self.evaluated:
@@ -304,7 +304,7 @@ class _Sweep:
 
 
 def _summary_sentence(result: dict[str, Any]) -> str:
-    """Say in one sentence which smallest size stays within NEAR of the best accuracy."""
+    """Name the smallest network (for latency targets, the fastest) whose accuracy is within NEAR of the best."""
     reached = [point for point in result["points"] if point["reached"]]
     if not reached:
         return "None of these sizes can be reached."

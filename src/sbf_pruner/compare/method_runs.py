@@ -1,8 +1,8 @@
 """Runs that compare pruning methods under equal conditions (`sbf compare`).
 
 There is one run per method and seed. The runs of one seed share the data split and the trained dense stage; all
-runs have the same target, number of epochs, fine-tuning and constraints. Nothing is selected on test images, and
-the last epoch counts. Whatever cannot run is refused before the first run starts.
+runs have the same target, number of epochs, fine-tuning and constraints. The accuracy is that after the last
+epoch, so nothing is selected on test images. Unusable methods and folders are refused before the first run starts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MethodRun:
     recipe: Recipe
     folder: RunFolder
     dense_from: Path | None
-    """Folder of the run whose dense stage it reuses; None if it trains its own."""
+    """Folder of the run whose dense stage is reused; None if this run trains its own."""
 
     @property
     def method(self) -> str:
@@ -49,11 +49,11 @@ class MethodRun:
 
     @property
     def origin(self) -> Origin:
-        """Origin of its recipe: trusted, because the user named it, and used in the folder of all runs."""
+        """Origin of its recipe: trusted, as the user named it; nothing is imported from the folder of the runs."""
         return Origin(True, (self.folder.path.parent,))
 
     def run(self, report: Report | None = None) -> Result:
-        """Run it, or resume it if it was begun."""
+        """Start the run, or resume it if it was begun."""
         return fit(
             build_dense(self.recipe, self.origin),
             self.recipe,
@@ -68,7 +68,7 @@ class MethodRun:
 def plan_runs(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root: Path) -> list[MethodRun]:
     """Return all runs, grouped by seed; the first of a seed trains the dense stage that the others reuse.
 
-    A run that an earlier comparison began as the first of its seed stays the first, even if its method is not named
+    A dense stage that an earlier comparison trained in `root` is reused, even if its method is not in `methods`
     now. Raises a RunError if a folder cannot be used.
 
     >>> import tempfile
@@ -105,7 +105,7 @@ def plan_runs(recipe: Recipe, methods: Sequence[str], seeds: Sequence[int], root
 
 
 def finished_before(recipe: Recipe, runs: Sequence[MethodRun], root: Path) -> list[RunFolder]:
-    """Return finished runs of the same recipe in `root`, with methods or seeds that are not among `runs`."""
+    """Return the folders of finished runs of the same recipe in `root` that are not among `runs`."""
     known = {run.folder.path for run in runs}
     return [folder for folder, _ in _finished(recipe, root) if folder.path not in known]
 
@@ -130,7 +130,7 @@ def _own(recipe: Recipe, method: str, seed: int, control: bool) -> Recipe:
 
 
 def check_methods(runs: Sequence[MethodRun]) -> None:
-    """Raise a PruningError if a method cannot rank the filters of this network, before any run has trained."""
+    """Raise a PruningError if a method cannot rank the filters of this network; called before any training."""
     names = sorted({run.method for run in runs if run.method != OWN and not run.folder.begun})
     if not names:
         return
@@ -140,7 +140,7 @@ def check_methods(runs: Sequence[MethodRun]) -> None:
     images = first_images(RunBatches(recipe, data, torch.device("cpu"), model).train.epoch(0), REHEARSED)
     check_fit(model, images[0][0], data)
     graph = trace(model, images[0][0], recipe.constraints.ignore)
-    # As in the runs: small operators gain nothing from more threads, and are far slower on a busy machine.
+    # As in the runs: more threads do not speed up small operators, and slow them down if other processes run.
     with cpu_threads(recipe.threads):
         for name in names:
             check_method(name, Subject(model, graph, images))
@@ -158,7 +158,7 @@ class MethodResult:
     accuracy: tuple[float, ...]
     """Test accuracy after the last epoch, per seed."""
     validation: tuple[float, ...]
-    """Validation accuracy after the last epoch, per seed that held out images."""
+    """Validation accuracy after the last epoch, per seed; empty if no images are held out."""
     params: float
     """Mean share of the parameters that is left."""
     macs: float
@@ -200,7 +200,7 @@ def rank_methods(summaries: Sequence[Summary]) -> list[MethodResult]:
 
 
 def write_comparison(root: Path, runs: Sequence[Path], summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Write the result of a comparison beside its runs, as JSON and as an HTML page; returns the JSON content."""
+    """Write the result of a comparison to `root`, as JSON and as an HTML page; return the JSON content."""
     methods = [
         {
             "method": one.method,

@@ -1,11 +1,11 @@
 """Build networks by name: bundled ones, those of torchvision and timm, and the user's own.
 
 Every recipe sets `num_classes` and `in_channels`: other libraries get them under their own names, and a user's
-callable gets those that its signature mentions. All other options must be known. Other packages are imported only
-when a name requires them, and every failure is one sentence that names the model.
+callable gets those that its signature has. An option that the builder does not accept is an error. Other packages
+are imported only if a name requires them, and every error message is one sentence that names the model.
 
-A recipe that is not trusted (see `utils.user_code.Origin`) gets bundled networks, and those that torchvision and
-timm list, with options that are plain values. Nothing else is imported or opened for it.
+A recipe that is not trusted (see `utils.user_code.Origin`) may only name bundled networks, and those that
+torchvision and timm list, with options that are plain values. Nothing else is imported or opened for it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ BUNDLED: dict[str, Callable[..., nn.Module]] = {
     builder.__name__: builder
     for builder in (resnet20, resnet32, resnet44, resnet56, resnet110, vgg16_bn, mobilenet_v2)
 }
-# Options whose strings timm looks up in tables of its own; any other string may be a file or a URL.
+# Options whose string values timm only looks up in its own tables; any other string may be a file or a URL.
 _SAFE_STRING_OPTIONS = {"torchvision": (), "timm": ("act_layer", "norm_layer", "global_pool")}
-# Prefixes of options that load weights, even if just True.
+# Prefixes of options that load weights if they are true.
 _LOADING_PREFIXES = ("pretrained", "weights", "checkpoint")
 
 
@@ -64,7 +64,7 @@ def resolve(name: str, /, **options: Any) -> nn.Module:
 
 
 def build_network(name: str, options: Mapping[str, Any], origin: Origin) -> nn.Module:
-    """Build the network called `name`; raises a RunError if `origin` is not trusted enough for it."""
+    """Build the network called `name`; raises a RunError if that requires trust and `origin` is not trusted."""
     options = dict(options)
     library, colon, inner = name.partition(":")
     if not colon:

@@ -1,7 +1,7 @@
 """ResNet, VGG-16 and MobileNetV2 for small images such as CIFAR.
 
-Convolutions start He-normal with fan-out; norms and linear layers start as in PyTorch. Initialization works on meta
-tensors too.
+Convolutions are initialized He-normal with fan-out, norms and linear layers as in PyTorch. Initialization also
+works on meta tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Shortcut(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut; a block that widens halves the feature map."""
+    """Two 3x3 convolutions and a shortcut; a block with more channels than its input halves height and width."""
 
     def __init__(self, in_channels: int, channels: int) -> None:
         super().__init__()
@@ -114,8 +114,8 @@ class VGG16(nn.Module):
     """VGG-16 with batch norm for images of `image_size` pixels or more.
 
     It has the thirteen convolutions of the original, in five stages; average pooling and one linear layer replace
-    the three large linear layers. The number of max pools between the stages is fixed at construction (four at 32
-    pixels), so that at least 2x2 pixels reach the average.
+    the three large linear layers. `image_size` determines the number of max pools between the stages (four at 32
+    pixels), so that the feature map before average pooling has at least 2x2 pixels.
     """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> None:
@@ -170,7 +170,7 @@ class ConvNorm(nn.Sequential):
 class InvertedResidual(nn.Module):
     """1x1 expansion, 3x3 depthwise convolution and 1x1 projection, added to the input if the shapes agree.
 
-    The depthwise convolution owns no filters to prune: its channels follow the convolution before it.
+    The depthwise convolution is a follower: its filters are removed with those of the convolution before it.
     """
 
     def __init__(self, in_channels: int, channels: int, expansion: int, stride: int) -> None:
@@ -189,9 +189,9 @@ class InvertedResidual(nn.Module):
 class MobileNetV2(nn.Module):
     """MobileNetV2 with the blocks and widths of the original.
 
-    Unlike in the ImageNet network, the stem and the second stage do not halve the feature map, so 32x32 pixels end
-    as 4x4 and 8x8 as one. There is no dropout, so a gated network and the one extracted from it agree in training
-    mode, too.
+    Unlike in the ImageNet network, the stem and the second stage do not halve the feature map, so an image of 32x32
+    pixels ends as a map of 4x4, and one of 8x8 as 1x1. There is no dropout, so a gated network and the one
+    extracted from it give the same outputs in training mode, too.
     """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3, width_mult: float = 1.0) -> None:
@@ -216,7 +216,7 @@ class MobileNetV2(nn.Module):
 
 
 def _rounded(width: float, divisor: int = 8) -> int:
-    """Round to the nearest multiple of `divisor`, or the next one if that is over a tenth below `width`."""
+    """Round to the nearest multiple of `divisor`, or up if the nearest is more than 10 % below `width`."""
     nearest = max(divisor, int(width + divisor / 2) // divisor * divisor)
     return nearest if nearest >= 0.9 * width else nearest + divisor
 

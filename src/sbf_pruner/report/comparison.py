@@ -1,7 +1,7 @@
 """Compare runs on one HTML page: accuracy against size, means over seeds, filters kept, and settings that differ.
 
-Unfinished runs are included with what they have so far and are marked as such. `accuracy_plot` and `plot_as_svg`
-also draw the plots of `sbf frontier`: the SVG is well-formed XML, so it works inside HTML and as a file of its own.
+Unfinished runs are included with their values so far and marked as unfinished. `accuracy_plot` and `plot_as_svg`
+also draw the plots of `sbf frontier`. Their SVG is well-formed XML, so it can be part of a page or a separate file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Return a distinct name for each run: with its seed, and with its folder where that is ambiguous."""
+    """Return a distinct name for each run: its name and seed, and its folder if another run has the same two."""
     names = [f"{run.name}, seed {run.recipe.get('seed', 0)}" for run in runs]
     named = zip(names, runs, strict=True)
     return [name if names.count(name) == 1 else f"{name} ({run.folder})" for name, run in named]
@@ -137,7 +137,7 @@ def _against(entries: Sequence[Entry], key: str, words: str) -> Figure:
 
 
 def _kept(one: Entry) -> Figure:
-    """Return the bar chart of a run, scaled to the dense widths, so that runs of one network share a scale."""
+    """Return a bar chart of kept filters, scaled to the dense widths so that runs of one network share a scale."""
     key, title, layers = f"kept-{one.sign}", f"{one.sign}: filters kept", one.run.layers
     if not layers:
         return Figure(key, title, missing=one.run.missing["kept"])
@@ -158,10 +158,10 @@ def _settings(entries: Sequence[Entry]) -> Figure:
 
 
 def over_seeds(runs: Sequence[Run]) -> list[Figure]:
-    """Return a table of means and deviations per recipe, the best first; none if no recipe has several seeds.
+    """Return a table of means and standard deviations per recipe, best first; [] if no recipe has several seeds.
 
-    Runs belong together if their recipes differ in nothing but `seed` and `dense_control`. Unfinished runs are left
-    out, and so are groups in which a seed occurs twice.
+    Runs are grouped if their recipes differ at most in `seed` and `dense_control`. Unfinished runs are left out,
+    and so are groups in which a seed occurs twice.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -199,7 +199,7 @@ class Point:
     size: float
     kind: str  # CSS classes of the mark
     sign: str = ""  # label above the mark
-    beside: bool = False  # put the label at the lower right, where a rising line leaves room
+    beside: bool = False  # put the label at the lower right, where a rising curve leaves room
 
 
 def accuracy_plot(
@@ -215,8 +215,8 @@ def accuracy_plot(
 ) -> Figure:
     """Plot accuracy against size, with a table that has a row for each point.
 
-    `words` names the size and `first` the table's first column. `joined` are lines, each with its CSS class and its
-    points in order. `formats` are the formatters of sizes, first for the axis and then for the table.
+    `words` is the name of the size and `first` the header of the table's first column. `joined` lists curves, each
+    as its CSS class and its points in order. `formats` are two formatters of sizes: for the axis and for the table.
     """
     title = f"Accuracy against {words}"
     if not points:
@@ -259,7 +259,7 @@ def accuracy_plot(
 
 
 def plot_as_svg(figure: Figure, title: str, axis: str) -> str:
-    """Return a figure that `accuracy_plot` made as the text of an SVG file, light and dark, without a script."""
+    """Return a figure of `accuracy_plot` as the text of an SVG file with light and dark colors and no script."""
     height = _TOP + _HEIGHT + _BELOW
     signs = [element("text", title, class_="title", x=_LEFT, y=28)]
     for number, (sign, words) in enumerate(figure.legend):

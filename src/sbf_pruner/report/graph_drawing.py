@@ -1,10 +1,10 @@
 """Draw the channel graph of an inspected model, as an SVG file or as an HTML page with pan, zoom and search.
 
 `lay_rows` puts every box in a row below all its sources, gives a wire a cell in each row that it passes, and sorts
-the rows by the positions of their neighbors, keeping the order with the fewest crossings. `layout_graph` cuts a
-tall drawing into columns, like a newspaper, and sets the positions within each row: a least-squares problem with
-ordered unknowns, solved exactly by pooling. The SVG has an inline style sheet, light and dark, and no script, so
-that it opens in any browser and can be committed beside a document. The page embeds the same drawing.
+each row by the mean positions of its neighbors, keeping the order with the fewest crossings. `layout_graph` splits
+a tall drawing into columns and sets the positions within each row by isotonic regression, which is solved exactly.
+The SVG has an inline style sheet for light and dark mode and no script, so that any browser can show it. The HTML
+page embeds the same drawing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .inspection import FOLLOWER, GATE, INPUT, JOINT, LAYER, OPAQUE, OUTPUT, SKI
 
 _SWEEPS = 8
 MAIN, STRAIGHT, SIDE = 1.0, 0.1, 0.001  # weights of wires when cells are aligned with their neighbors
-_BRANCHES = 3  # with this many wires into or out of a box, all of them count as main
+_BRANCHES = 3  # if at least this many wires enter (or leave) a box, they have the weight MAIN
 
 
 @dataclass(eq=False)
@@ -34,14 +34,14 @@ class Cell:
     box: Box | None
     width: float
     height: float
-    above: list[tuple[Cell, float]] = field(default_factory=list, repr=False)  # with the weight of the wire
+    above: list[tuple[Cell, float]] = field(default_factory=list, repr=False)  # neighbors and wire weights
     below: list[tuple[Cell, float]] = field(default_factory=list, repr=False)
-    place: int = 0
-    x: float = 0.0  # of the center
-    y: float = 0.0  # of the top
+    place: int = 0  # index in the row
+    x: float = 0.0  # position of the center
+    y: float = 0.0  # position of the top edge
 
 
-Wire = tuple[Cell, ...]  # the cells that a connection of two boxes runs through, including both ends
+Wire = tuple[Cell, ...]  # cells along the connection of two boxes, including those of the boxes
 
 
 def lay_rows(boxes: Sequence[Box], sizes: dict[Box, tuple[float, float]]) -> tuple[list[list[Cell]], list[Wire]]:
@@ -91,7 +91,7 @@ def _depths(boxes: Sequence[Box]) -> tuple[dict[Box, int], dict[Box, int]]:
     lowest: dict[Box, int] = {}
     for box in reversed(boxes):
         lowest[box] = min((lowest[reader] - 1 for reader in readers[box]), default=max(depth.values()))
-        if not box.sources and readers[box]:  # an input goes right above its first reader
+        if not box.sources and readers[box]:  # an input is placed in the row above its first reader
             depth[box] = min(depth[reader] for reader in readers[box]) - 1
     return depth, {box: lowest[box] - depth[box] for box in boxes}
 
@@ -134,13 +134,13 @@ def _crossings(rows: Sequence[Sequence[Cell]]) -> int:
 
 GAP_X, GAP_Y, MARGIN, LANE = 18.0, 20.0, 24.0, 7.0
 _PASSES = 12
-_TALL = 1300.0  # pixels; a drawing lower than this stays one column
-_SHAPE = 1.5  # ratio of width to height that the columns aim for
+_TALL = 1300.0  # pixels; a drawing up to this height is one column
+_SHAPE = 1.5  # target ratio of width to height of a drawing in columns
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished layout."""
+    """Positions of the boxes and paths of the wires."""
 
     width: float
     height: float
@@ -166,7 +166,7 @@ def layout_graph(boxes: Sequence[Box], size: Callable[[Box], tuple[float, float]
 
 
 class _Column:
-    """Consecutive rows drawn as one column; wires leave at its bottom and continue at the top of the next."""
+    """Consecutive rows drawn as one column; wires to the next column run from its bottom to the top of that one."""
 
     def __init__(self, rows: Sequence[list[Cell]], first: int, last: int) -> None:
         self.rows = rows
@@ -192,8 +192,8 @@ class _Column:
         """Return the SVG paths of the wires to the next column."""
         found = {}
         for lane, upper in enumerate(self.leaving):
-            # Lanes are nested so that none cross: the leftmost wire is lowest at the bottom, rightmost beside
-            # the column, and lowest again at the top.
+            # Lanes are nested so that wires do not cross: the leftmost wire has the lowest lane below the column,
+            # the rightmost lane to its right, and the lowest lane above the next column.
             down = self.bottom + 4 + LANE * (len(self.leaving) - lane)
             up = top - 4 - LANE * (lane + 1)
             aside = self.right + 15 + LANE * (len(self.leaving) - lane - 1)
@@ -245,7 +245,7 @@ def _straighten(rows: Sequence[list[Cell]], inside: range) -> None:
 
 
 def _preferred_x(cell: Cell, down: bool, inside: range) -> tuple[float, float]:
-    """Return the x position preferred by a cell's wires of the largest weight, and that weight."""
+    """Return the mean x position of the neighbors whose wires have the largest weight, and that weight."""
     neighbors = cell.above if down else cell.below
     if cell.box is None:  # both ends of a passing wire count, so that it stays straight
         neighbors = [*cell.above, *cell.below]
@@ -258,7 +258,7 @@ def _preferred_x(cell: Cell, down: bool, inside: range) -> tuple[float, float]:
 
 
 def _straighten_lanes(rows: Sequence[list[Cell]]) -> None:
-    """Give a wire that passes several rows the same position in all of them, where there is room."""
+    """Give a wire the same x position in all rows that it passes, if every one of them has room."""
     lanes: dict[Cell, list[Cell]] = {}
     for cell in chain(*rows):
         if cell.box is None:
@@ -273,7 +273,7 @@ def _straighten_lanes(rows: Sequence[list[Cell]]) -> None:
         right = min((other.x - other.width / 2 for other in near if other.x > cell.x), default=inf)
         return left + GAP_X / 2 <= x <= right - GAP_X / 2
 
-    # Start with the outermost: when it has moved outward, those inside it can follow.
+    # Start with the outermost wires, because moving them outward makes room for the others.
     for side in (1, -1):
         for lane in sorted(unique, key=lambda lane: -side * max(side * cell.x for cell in lane)):
             outermost = side * max(side * cell.x for cell in lane)
@@ -328,7 +328,7 @@ def _rounded(points: Sequence[tuple[float, float]], radius: float = 6.0) -> str:
 
 
 LAYOUT = "layout"
-_LONGEST = 30  # characters of a name that are shown
+_LONGEST = 30  # maximum number of characters shown of a name
 _HEAD = 62.0
 _NARROWEST = 610.0  # width of the heading
 _LEGEND = (
@@ -461,7 +461,7 @@ def _head(facts: Mapping[str, Any]) -> Markup:
 
 
 def legend(x: float = 0.0) -> list[tuple[Markup, str, float]]:
-    """Return the symbols at position `x`, each with its meaning and the width that both take."""
+    """Return the entries of the legend: symbol, drawn at position `x`, its meaning, and the width of the entry."""
     found = []
     for kind, words, room in _LEGEND:
         if kind == GATE:

@@ -37,9 +37,9 @@ Content = str | Iterable[str]
 
 
 def element(tag: str, *content: Content, **attributes: Any) -> Markup:
-    """Return an element, without the attributes that are None and with floats written to one decimal.
+    """Return an element; attributes that are None are left out, and floats are written with one decimal.
 
-    An underscore in an attribute's name becomes a hyphen; one at its end is dropped.
+    Underscores in an attribute's name become hyphens, except that one at the end is dropped.
 
     >>> element("b", "a < b", element("i", "c"), class_='"x"', data_row=3, title=None)
     '<b class="&quot;x&quot;" data-row="3">a &lt; b<i>c</i></b>'
@@ -56,7 +56,7 @@ def element(tag: str, *content: Content, **attributes: Any) -> Markup:
 
 
 def concat(*content: Content) -> Markup:
-    """Concatenate content to markup, escaping what is not `Markup`.
+    """Concatenate content into one `Markup`, escaping plain strings.
 
     >>> concat("a & ", element("b", "c"), [element("i"), "<"])
     'a &amp; <b>c</b><i></i>&lt;'
@@ -66,7 +66,7 @@ def concat(*content: Content) -> Markup:
 
 
 def document(name: str, connect: str = "'none'", *, style: str, **content: Content) -> str:
-    """Fill the template NAME.html with content, NAME.css and more `style`, NAME.js, and the page's policy.
+    """Fill the template NAME.html with `content`, NAME.css followed by `style`, NAME.js, and the page's policy.
 
     `connect` is the Content-Security-Policy source that the script may fetch from.
     """
@@ -112,7 +112,7 @@ SHAPES = (
 
 
 def scoped(scope: str) -> str:
-    """Return the rules of `SHAPES` under a selector, for a page that has other content too.
+    """Return the CSS rules of `SHAPES` with the selector `scope` before each, for a page with other content too.
 
     >>> scoped(".graph").startswith(".graph text{font:")
     True
@@ -128,7 +128,7 @@ def _rules(scope: str, rules: Iterable[Iterable[str]]) -> str:
 
 
 def color_rules(scope: str, dark: bool = False) -> str:
-    """Return the color rules, which differ between light and dark, under a selector.
+    """Return the CSS color rules of light or dark mode, with the selector `scope` before each.
 
     The classes `g0`, `g1` and so on set the hue of a group of layers that share a layout.
     """
@@ -158,7 +158,7 @@ def color_rules(scope: str, dark: bool = False) -> str:
 
 
 _RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
-FRAME_WIDTH = 1000.0  # width of a curve frame in its own units
+FRAME_WIDTH = 1000.0  # width of a nested SVG with curves, in its own units
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Figure:
     key: str
     title: str
     caption: str = ""  # one paragraph
-    picture: Markup = NOTHING  # one element of class "hit" with data-row per row of the table
+    picture: Markup = NOTHING  # for each row of the table, it has an element of class "hit" with data-row
     table: Table | None = None
     legend: Sequence[tuple[str, str]] = ()  # CSS class of the symbol, label
     missing: str = ""  # why there is no picture
@@ -222,7 +222,7 @@ def scroll(inside: Content, label: str) -> Markup:
 
 @dataclass(frozen=True)
 class Scale:
-    """Map values to pixels, the lowest at the bottom."""
+    """A linear or logarithmic map from values to pixels, with the lowest value at the bottom."""
 
     low: float
     high: float
@@ -237,7 +237,7 @@ class Scale:
         return self.height * (1 - (at - low) / (high - low if high > low else 1))
 
     def ticks(self, most: int = 5) -> list[float]:
-        """Return about `most` round values to write beside the axis.
+        """Return about `most` round values to label the axis with.
 
         >>> Scale(0, 70, 100).ticks(), Scale(0.002, 3, 100, True).ticks()
         ([0.0, 20.0, 40.0, 60.0], [0.01, 0.1, 1.0])
@@ -275,7 +275,7 @@ def tick(value: float) -> str:
 
 
 def curve(kind: str, points: Sequence[tuple[float, float]]) -> Markup:
-    """Draw a line through points, x in frame units and y in pixels; a single point becomes a dot."""
+    """Draw a line through points, with x from 0 to FRAME_WIDTH and y in pixels; a single point becomes a dot."""
     if not points:
         return NOTHING
     dot = "h.01" if len(points) == 1 else ""
@@ -316,7 +316,7 @@ def svg_file(label: str, width: float, height: float, style: str, *inside: Conte
 
 
 def hit_area(kind: str, row: int, left: float, width: float, top: float, height: float) -> Markup:
-    """Return a transparent rectangle as the mark of a table row, in percent across and pixels down."""
+    """Return a transparent rectangle as the mark of a table row; x in percent and y in pixels."""
     area = {"x": f"{left:.2f}%", "y": f"{top:.0f}", "width": f"{width:.2f}%", "height": f"{height:.0f}"}
     return element("rect", class_=f"hit {kind}".rstrip(), data_row=row, **area)
 

@@ -1,11 +1,11 @@
-"""Inspect a model before pruning: prunable layers, their gates and couplings, layers left alone and why.
+"""Inspect a model before pruning: prunable layers, their gates and couplings, and skipped layers with the reason.
 
 `inspect_model` returns the channel graph, its relations and a plain dictionary of facts, which `sbf inspect`
 prints, writes and draws; docs/inspect.md explains every key. The model is not modified.
 
-`to_boxes` turns this into the boxes of a drawing. Norms, activations, pooling and views pass channels on and have
-no box; layers, gates apart from a layer, operators that mix channels, and joins and splits of tensors have one.
-Boxes are in execution order, so each comes after its sources.
+`to_boxes` converts an inspection to the boxes of a drawing. Layers, gates that belong to no layer, operators that
+mix channels, and operators that join or split tensors have a box. Norms, activations, pooling and views have none,
+because they keep the channels of their input. Boxes are in execution order, so each comes after its sources.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Inspection:
 
 
 def overview(model: nn.Module, example_inputs: Any) -> Facts:
-    """Describe the prunable layers of a model, followers, layers left alone with the reason, and totals.
+    """Describe a model: its prunable layers, followers, skipped layers with the reason, and totals.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -54,7 +54,7 @@ def overview(model: nn.Module, example_inputs: Any) -> Facts:
 
 
 def inspect_model(model: nn.Module, example_inputs: Any, graph: ChannelGraph | None = None) -> Inspection:
-    """Trace a model unless its `graph` is given, measure it, and describe its layers and their couplings."""
+    """Measure a model and describe its layers and their couplings; the model is traced unless `graph` is given."""
     graph = graph if graph is not None else trace(model, example_inputs)
     relations, costs = graph.relations, FilterCosts(graph)
     size, modules = measure(model, example_inputs), dict(model.named_modules())
@@ -125,7 +125,7 @@ _SIGNS = {Alive.ANY: ("+", ADD), Alive.ALL: ("\u00d7", MULTIPLY), Alive.QUOTIENT
 
 @dataclass(eq=False)
 class Box:
-    """A node of the drawing."""
+    """A node in the drawing of a channel graph."""
 
     kind: str
     label: str
@@ -140,7 +140,7 @@ class Box:
 
 
 def to_boxes(seen: Inspection) -> list[Box]:
-    """Return the boxes of an inspected model in execution order, without inputs that are not read.
+    """Return the boxes of an inspected model in execution order, without unused inputs.
 
     >>> import torch
     >>> from torch import nn
@@ -184,7 +184,7 @@ class _BoxBuilder:
         return self.boxes[-1]
 
     def add(self, node: Node) -> None:
-        """Add a box for an operator, or attribute its outputs to the box that it reads."""
+        """Add a box for an operator; if it needs none, its outputs are assigned to the box that it reads."""
         sources = self.sources(node.inputs)
         if not sources:
             return
@@ -234,7 +234,7 @@ class _BoxBuilder:
             tip.append("shares one layout: " + ", ".join(self.groups[group]["layers"]))
         box = self.box(JOINT, label, tip, node.inputs, group=group)
         if isinstance(node, ChannelMove):
-            # In dense blocks, a concatenation reads the earlier one that has the same leading sources.
+            # In a dense block, a concatenation starts with the sources of an earlier one; read that one instead.
             for length in range(len(sources) - 1, 1, -1):
                 if sources[:length] in self.concatenations:
                     box.sources = [self.concatenations[sources[:length]], *sources[length:]]

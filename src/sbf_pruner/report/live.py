@@ -1,8 +1,8 @@
 """Watch a run while it trains: its report as a live page on this machine, and TensorBoard event files.
 
-The server listens on 127.0.0.1, answers GET and HEAD only, and only reads the run folder, when a request comes and
-a file has changed. It refuses requests with a foreign Host header, so that a web page elsewhere cannot reach it
-through a name of its own (DNS rebinding).
+The server listens on 127.0.0.1 and answers only GET and HEAD. On a request, it reads the run folder if a file has
+changed; it never writes. Requests whose Host header names another host are refused, to prevent DNS rebinding, with
+which a foreign web page could reach the server through its own domain name.
 
 TensorBoard events go to RUN/tensorboard. A resumed run continues after its last epoch; events of epochs that run
 again replace the old ones.
@@ -41,8 +41,8 @@ _ALONE = "this server answers only requests to an address of this machine\n"
 def live_view(folder: Path, port: int = PORT, *, fresh: bool = True) -> Iterator[str]:
     """Serve a run's report while the context is open; yields its address.
 
-    With `fresh`, files that an earlier run left in the folder are not shown. A context that ends without an error
-    waits a few seconds for an open page to fetch the final state. Raises PruningError if the port cannot be used.
+    If `fresh` is true, files that an earlier run left are not shown. A context that ends without an error waits a
+    few seconds for an open page to fetch the final state. Raises PruningError if the port cannot be used.
     """
     view = _View(folder, time.time() if fresh else 0.0)
     try:
@@ -66,7 +66,7 @@ def live_view(folder: Path, port: int = PORT, *, fresh: bool = True) -> Iterator
 
 
 class _View:
-    """The report of a run folder, drawn again when a file has changed; threads may share it."""
+    """The report of a run folder, redrawn on a request if a file has changed; thread-safe."""
 
     def __init__(self, folder: Path, since: float) -> None:
         self.folder, self.since = folder, since
@@ -85,7 +85,7 @@ class _View:
             return page(self.title, "", parts, live=_NEWS, version=self._version())
 
     def changed_parts(self, seen: str) -> dict[str, Any]:
-        """Return the parts that differ from those of the version `seen`, which the page has."""
+        """Return the parts that have changed since the version `seen`, which the page shows."""
         with self.lock:
             self._refresh()
             self.shown = self.finished
@@ -121,7 +121,7 @@ class _View:
             run = read_run(self.folder)
             self.drawn, self.title, self.finished = run_parts(run), page_title(run), run.finished
             self.stamp = stamp
-        except Exception as error:  # a file may be half written or edited by hand: the next request tries again
+        except Exception as error:  # a file may be incomplete or edited by hand; the next request reads it again
             why = str(error) if isinstance(error, PruningError) else f"{type(error).__name__}: {error}"
             facts = element("p", element("span", "not finished", class_="state not"), class_="facts")
             lead = element("p", why, class_="lead")
@@ -196,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Log no requests, which would interleave with the output of the run."""
+        """Do not log requests, because the lines would interleave with the output of the run."""
 
 
 FOLDER = "tensorboard"
@@ -227,7 +227,7 @@ def tensorboard_log(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
     def write(record: dict[str, Any]) -> None:
         nonlocal log
-        if log is None:  # created late, because a run refuses to start in a folder that has files
+        if log is None:  # created at the first record, because a run needs an empty folder to start
             log = make(folder / FOLDER, purge_step=record["done"])
         control = "control/" if record["phase"] == "control" else ""
         for key, name in _SCALARS.items():

@@ -1,7 +1,7 @@
 """Assemble the HTML report of a run, including its headline: one sentence and a few key numbers.
 
-page.html, page.css and page.js beside this file are inlined, so that the page opens without a network and loads
-nothing. Every part is a section with an id of its own, so that a live page can replace it.
+page.html, page.css and page.js are inlined, so that the page works offline and loads nothing. Every part is a
+section with its own id, so that a live page can replace it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FIGURES: dict[str, Callable[[Run], Figure | None]] = {
     "recipe": sections.recipe,
 }
 SECTIONS = tuple(FIGURES)
-_FROM_ITSELF = "'self'"  # Content-Security-Policy source of what a live page fetches
+_FROM_ITSELF = "'self'"  # Content-Security-Policy source: a live page may fetch from its own server
 _bytes = partial(si_number, unit="B")
-WIDE_SECTIONS = ("scores", "network", "recipe")  # fixed: a live page is laid out before its sections are drawn
+WIDE_SECTIONS = ("scores", "network", "recipe")  # constant, because a live page is laid out before its content
 
 
 def run_parts(run: Run) -> dict[str, Markup]:
@@ -63,7 +63,7 @@ def page(
 ) -> str:
     """Return a page as HTML; the first of the `parts` is its headline, the others are sections.
 
-    A live page fetches parts newer than `version` from the path `live` on its own server.
+    If `live` is not empty, the page fetches parts that changed since `version` from this path on its own server.
     """
     head, *rest = parts
     dark = color_rules(".graph", dark=True) + _points(DARK_HUES)
@@ -87,14 +87,14 @@ def live_policy() -> str:
 
 
 def figures_page(title: str, facts: str, lead: str, figures: Sequence[Figure]) -> str:
-    """Return a page as HTML: a headline of a line of facts, the title and a lead, then a section per figure."""
+    """Return a page as HTML: a line of facts, the title, a lead paragraph, then a section per figure."""
     head = concat(element("p", facts, class_="facts"), element("h1", title), element("p", lead, class_="lead"))
     parts = {HEADLINE: head} | {figure.key: figure.html() for figure in figures}
     return page(title, lead, parts, {figure.key for figure in figures if figure.wide})
 
 
 def _points(hues: Sequence[str]) -> str:
-    """Return the colors of points in a comparison; those of dense networks are hollow."""
+    """Return the CSS rules for points in a comparison; points of dense networks are hollow."""
     return "".join(
         f".point.h{n}{{fill:{hue};stroke:{hue}}}.point.dense.h{n}{{fill:none;stroke-width:2}}"
         for n, hue in enumerate(hues)
@@ -119,13 +119,13 @@ def sentence(run: Run) -> str:
 
 
 def _earlier(dense: Mapping[str, Any]) -> str:
-    """Return the known accuracies of the dense network, for a run without a dense control."""
+    """Return the dense network's accuracies before pruning as text, for a run without a dense control."""
     stages = {"given_accuracy": "as it was given", "warmup_accuracy": "after the dense warm-up"}
     known = {words: dense[key] for key, words in stages.items() if dense.get(key) is not None}
     return ", ".join(f"{percent(accuracy)} {words}" for words, accuracy in known.items())
 
 
-_EXACT = 1e-10  # relative to the largest output, in float64; less is rounding error
+_EXACT = 1e-10  # output difference relative to the largest output, in float64; less is rounding error
 _SIZES = (("params", "parameters"), ("macs", "multiply-accumulates"))
 
 
@@ -142,7 +142,7 @@ def _so_far(run: Run) -> str:
 
 
 def headline(run: Run) -> Markup:
-    """Return the headline: facts, the sentence, progress and cards."""
+    """Return the headline: facts, the summary sentence, a progress bar if unfinished, and cards of key numbers."""
     facts = [run.title, f"seed {run.recipe.get('seed', 0)}"]
     if (method := run.recipe.get("method", OWN)) != OWN:
         facts.insert(1, f"filters chosen by {method}")
@@ -181,7 +181,7 @@ def _finished(run: Run) -> list[Markup]:
         was, note = f"dense control {percent(dense['accuracy'])}", signed(pruned["accuracy"] - dense["accuracy"], 2)
     cards = [_card("Test accuracy", percent(pruned["accuracy"]), was, note)]
     stored = run.folder / "model.safetensors"
-    if "file_bytes" not in pruned and stored.is_file():  # older summaries lack it
+    if "file_bytes" not in pruned and stored.is_file():  # absent in summaries of older versions
         pruned = {**pruned, "file_bytes": stored.stat().st_size}
     spread = [part.get("latency_iqr_ms") for part in (dense, pruned)]
     timed = f" · {run.environment.get('device', '')}"

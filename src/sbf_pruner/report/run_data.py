@@ -1,8 +1,8 @@
 """Read a run folder into plain values for reports, including the state of its latency target.
 
-Only files are read, and none of the model's code is imported, so a run that is unfinished, was killed, or was made
-elsewhere is read like a finished one: what is not there yet is empty, and `missing` gives the reason. An incomplete
-last line of a .jsonl file is ignored.
+Only files are read and the model's code is not imported, so unfinished runs and runs from other machines can be
+read too. Fields without data are empty, and `Run.missing` gives the reason. An incomplete last line of a .jsonl
+file is ignored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Run:
     layers: list[LayerKept] = field(default_factory=list)
     scores: list[Record] = field(default_factory=list)
     refinement: list[Record] = field(default_factory=list)
-    unmeasured: dict[str, str] = field(default_factory=dict)  # refinement: "scored" or "pruned" -> reason
+    unmeasured: dict[str, str] = field(default_factory=dict)  # "scored" or "pruned" -> why there is no refinement
     boxes: list[Box] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     followers: dict[str, list[str]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def last_known(records: Sequence[Record], key: str) -> Any:
 
 
 def read_run(folder: str | Path, summary: Record | None = None) -> Run:
-    """Read a run folder; `summary` stands in for a summary.json that is about to be written.
+    """Read a run folder; `summary`, if given, is used instead of summary.json, which may not be written yet.
 
     Raises RunError if the folder is not that of a run, or if one of its files is damaged.
     """
@@ -160,7 +160,7 @@ def _layers(run: Run, facts: Mapping[str, Record]) -> list[LayerKept]:
         return [LayerKept(name, layer["before"], layer["after"], shares.get(name)) for name, layer in stored]
     kept = next((line["kept"] for line in reversed(run.scores) if "kept" in line), None)
     if kept is None and run.records and run.records[-1]["filters"] < run.records[-1]["filters_total"]:
-        kept = checkpointed_plan(run.folder)  # methods without learned scores store the plan only there
+        kept = checkpointed_plan(run.folder)  # methods without learned scores store it only there
         if kept is None:
             return []
     before = {name: fact["filters"] for name, fact in facts.items()}
@@ -169,7 +169,7 @@ def _layers(run: Run, facts: Mapping[str, Record]) -> list[LayerKept]:
 
 def checkpointed_plan(folder: Path) -> dict[str, int] | None:
     """Return how many filters each layer keeps in the last checkpoint, or None if none can be read."""
-    try:  # only the header: a live page reads it after every epoch, and the tensors can be large
+    try:  # Read only the header, because a live page does so after every epoch and the tensors can be large.
         header = read_header(folder / "checkpoints" / "last.safetensors", "")
         plan = from_plain(header["state"], lambda name: None)["networks"]["plan"]
         return {name: len(kept) for name, kept in plan.items()}
@@ -210,10 +210,10 @@ def _explain_missing(run: Run) -> None:
 
 
 def _latency(folder: Path, recipe: Record, summary: Record | None) -> Record | None:
-    """Return the latency target, its result and its conditions; None without a target or while nothing is stored.
+    """Return the latency target, its result and its conditions; None without a target or if nothing is stored yet.
 
-    The values are those of the summary once there is one, before that those of latency.json. "foretold" and
-    "measured" are relative to the dense network, and None until known.
+    The values come from the summary if there is one, else from latency.json. "foretold" is the predicted and
+    "measured" the measured time relative to the dense network; both are None until known.
     """
     if summary is not None:
         return summary.get("latency")
@@ -237,5 +237,5 @@ def _latency(folder: Path, recipe: Record, summary: Record | None) -> Record | N
             **{key: error for key, error in stored["calibration"].items() if key.endswith("_error")},
             "landings": landings,
         }
-    except (OSError, ValueError, KeyError, TypeError):  # the file is half written, or not there yet
+    except (OSError, ValueError, KeyError, TypeError):  # the file does not exist yet or is incomplete
         return None

@@ -1,6 +1,6 @@
-"""Sections of a run report, one function each, from a `Run` to a `Figure`.
+"""Sections of a run report: one function per section, which takes a `Run` and returns a `Figure`.
 
-A section whose data is not stored is a figure that gives the reason, from `Run.missing`.
+If the data of a section is not stored, its figure shows the reason from `Run.missing` instead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Panel = tuple[
 def training_curves(run: Run) -> Figure:
     """Return panels for test accuracy, loss and remaining filters per epoch, with the phases shaded.
 
-    The dense control is trained for as many epochs as the pruned network and is drawn over the same epochs.
+    The dense control is trained for as many epochs as the pruned network, so both share the horizontal axis.
     """
     key, title = "course", "The course of the run"
     if not run.records:
@@ -158,11 +158,11 @@ def _epochs_table(run: Run) -> Table:
 
 
 _HEIGHT = 190.0
-_LABELLED = 26  # with more bars, there is no room for a number on each
+_LABELLED = 26  # maximum number of bars that have room for a number each
 
 
 def kept_figure(run: Run) -> Figure:
-    """Return the filters that each layer keeps, as in Figure 4 of the paper."""
+    """Return a bar chart of the filters that each layer keeps, as in Figure 4 of the paper."""
     key, title = "kept", "Filters kept per layer"
     if not run.layers:
         return Figure(key, title, missing=run.missing["kept"])
@@ -188,7 +188,7 @@ def _chosen(run: Run) -> str:
 
 
 def bars(layers: Sequence[LayerKept], label: str, height: float = _HEIGHT) -> Markup:
-    """Draw a bar per layer: the outline is its dense width, the filling what is kept, a cross a removed layer."""
+    """Draw a bar per layer, outlined to its dense width and filled to its kept filters, with a cross if removed."""
     each = 100 / len(layers)
     scale = Scale(0, max(one.before for one in layers) * 1.06, height)
     parts = [grid(scale, 0, most=4)]
@@ -219,7 +219,7 @@ def numbers(layers: Sequence[LayerKept]) -> Table:
 
 
 def network(run: Run) -> Figure:
-    """Return the channel graph, with each layer filled by its kept share and removed layers dashed."""
+    """Draw the channel graph; each layer is filled in proportion to its kept filters, removed layers are dashed."""
     key, title = "network", "The network, before and after"
     if not run.boxes:
         return Figure(key, title, missing=run.missing["network"], wide=True)
@@ -229,7 +229,7 @@ def network(run: Run) -> Figure:
     if removed := sum(box.kept == 0 for box in boxes):
         caption += f" {removed} layers are removed (dashed): only their shortcuts remain."
     frame = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": f"{width:.0f}", "height": f"{height:.0f}"}
-    # The drawing scales with the page, up to slightly above its own size; below the least width it is scrolled.
+    # The drawing scales with the page, up to slightly above its own size; if narrower than `least`, it scrolls.
     least = min(width, 560 + 0.35 * max(width - 560, 0))
     limits = f"min-width:{least:.0f}px;max-width:{1.15 * width:.0f}px"
     picture = element("svg", body, class_="graph", **frame, style=limits)
@@ -253,7 +253,7 @@ def _kept(run: Run) -> dict[str, int]:
 
 
 def with_kept(boxes: list[Box], kept: dict[str, int]) -> list[Box]:
-    """Return copies of the boxes with the filters kept of each, in the same order."""
+    """Return copies of the boxes, in the same order, with the number of kept filters, also in note and tooltip."""
     copies: dict[Box, Box] = {}
     for box in boxes:
         copies[box] = replace(box, sources=[copies[source] for source in box.sources])
@@ -274,11 +274,11 @@ _CAPTION = (
 
 
 def refinement(run: Run) -> Figure:
-    """Return the measured refinement of residual blocks beside the bounds of a corrected Lemma 1.
+    """Plot the refinement |f(x)|^2 / |x|^2 of each residual block x + f(x), with the bounds of a corrected Lemma 1.
 
     With scores S applied before the addition, |S.f(x)|^2 / |x|^2 lies between delta^2 and (1 + eps)^2 times its
     value without scores, where delta and 1 + eps are the least and the greatest score of the branch's last layer.
-    The lemma is wrong as the paper states it: docs/method.md says why.
+    docs/method.md explains why the lemma is wrong as the paper states it.
     """
     key, title = "refinement", "How much each residual block refines"
     blocks = run.refinement
@@ -335,14 +335,14 @@ def _bounds(block: Record) -> tuple[float, float] | tuple[None, None]:
     return block["delta"] ** 2 * block["unscored"], block["top"] ** 2 * block["unscored"]
 
 
-_TILE_WIDTH, _TILE_HEIGHT = 300.0, 140.0  # units of a picture, fine enough for whole coordinates
+_TILE_WIDTH, _TILE_HEIGHT = 300.0, 140.0  # size of a plot in SVG units, for integer coordinates
 _LEVELS = (0, 25, 50, 75, 100)
 
 
 def scores_figure(run: Run) -> Figure:
-    """Return how the scores of each layer spread over the epochs of scores, as one small picture per layer.
+    """Return the distribution of each layer's scores over the score epochs, as one small plot per layer.
 
-    A picture shows all scores, the middle half, the median, and the threshold that a filter must reach to be kept.
+    A plot shows the range of the scores, their interquartile range, their median, and the threshold of the gates.
     """
     key, title = "scores", "Scores over time"
     if not run.scores:
@@ -379,7 +379,7 @@ def scores_figure(run: Run) -> Figure:
 
 
 def _tile(levels: Sequence[Sequence[float]], epochs: int, unstored: int, high: float, threshold: float) -> Markup:
-    # All scores start at 1; this point is drawn unless the epochs after it were not stored.
+    # All scores start at 1. The starting point is drawn unless the first score epochs were not stored.
     shown, first = (levels, unstored + 1) if unstored else ([[1.0] * len(_LEVELS), *levels], 0)
 
     def edge(level: int) -> list[tuple[float, float]]:
@@ -400,9 +400,9 @@ def _tile(levels: Sequence[Sequence[float]], epochs: int, unstored: int, high: f
 
 
 def skipped(run: Run) -> Figure:
-    """Return layers without scores of their own: those left alone, with the reason, and followers.
+    """Return the list of layers without scores: skipped layers with the reason, and followers.
 
-    Reasons for other sections that are missing are listed too.
+    A second list gives the reason for each other section that is missing from the report.
     """
     rows = [*run.skipped.items()]
     rows += [(name, f"follows {', '.join(leaders)}") for name, leaders in run.followers.items()]
@@ -455,7 +455,7 @@ ELSEWHERE = "not measured here: the latency model is from another machine, or it
 
 
 def latency_section(run: Run) -> Figure | None:
-    """Return the latency target beside the predicted and the measured time, or None for a run without a target."""
+    """Return a bar chart of target, predicted and measured latency, or None for a run without a latency target."""
     time = run.time
     if time is None:
         return None
@@ -525,7 +525,7 @@ def _latency_facts(time: Mapping[str, Any]) -> Markup:
 
 
 def _way(time: Mapping[str, Any]) -> str:
-    """Describe the way of removal: chosen because it keeps the most MACs in the time, or set in the recipe."""
+    """Describe the way of removal: set in the recipe, or predicted to keep the most MACs at the latency target."""
     chosen, left = time["way"], time["macs_left"]
     if not left:
         return f"{chosen}, set in the recipe"

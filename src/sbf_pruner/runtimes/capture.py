@@ -1,9 +1,9 @@
 """Capture a network as an fx graph of functional ATen operators, and read and edit the layers of that graph.
 
-The captured `GraphModule` computes what the model computes in evaluation mode, for any batch size. Every `Remap`
-module of an extracted network becomes one `sbf_pruner::remap` operator. The graph has no in-place operators, every
-node holds its shape in `meta["val"]`, and the model is not changed. A weight that several nodes read is never
-replaced, so a module that is called twice keeps sharing its weight.
+The captured `GraphModule` computes the same outputs as the model in evaluation mode, for any batch size. Every
+`Remap` module of an extracted network becomes one `sbf_pruner::remap` operator. The graph has no in-place
+operators, `meta["val"]` of a node is a fake tensor with the shape of its output, and the model is not changed. A
+weight that several nodes read is never replaced, so the calls of a module that is called twice keep sharing it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def output_shape(node: Node) -> list[Any]:
 
 
 def same_shape(one: Node, other: Node) -> bool:
-    """Compare shapes as text, because comparing symbols would specialize the batch size."""
+    """Return True for equal output shapes, compared as text: comparing symbols would specialize the batch size."""
     return [str(size) for size in output_shape(one)] == [str(size) for size in output_shape(other)]
 
 
@@ -146,7 +146,7 @@ def stored_tensor(graph: fx.GraphModule, node: Any) -> Tensor | None:
 
 
 def add_tensor(graph: fx.GraphModule, before: Node, name: str, tensor: Tensor) -> Node:
-    """Register a tensor in the module under a free name like `name`; return a get_attr node before `before`."""
+    """Register a tensor under an unused name like `name`; return a new get_attr node, inserted before `before`."""
     name = name.replace(".", "_")
     free = next(n for i in count() if not hasattr(graph, n := f"{name}_{i}" if i else name))
     if tensor.is_floating_point():
@@ -212,7 +212,7 @@ def without_warnings(least: int, *names: str) -> Iterator[None]:
 
 @dataclass
 class Layer:
-    """A convolution or linear layer of the graph; rows of its weight are filters, columns its input channels."""
+    """A convolution or linear layer of the graph, with weight `(filters, input channels per group, ...)`."""
 
     node: Node
     weight: Tensor
@@ -232,7 +232,7 @@ class Layer:
 
 
 def layer_of(graph: fx.GraphModule, node: Any) -> Layer | None:
-    """Return the layer of a node, or None if it is no layer or shares its weight or bias with another node."""
+    """Return the layer of a node; None if it is not a layer, or if another node reads its weight or bias."""
     if not isinstance(node, fx.Node) or node.target not in {*CONVS, aten.linear.default}:
         return None
     convolution = node.target in CONVS

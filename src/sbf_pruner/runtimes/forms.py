@@ -1,10 +1,10 @@
 """Equivalent forms of a network for different runtimes.
 
-A `Form` says how a captured network is rewritten; all forms compute the same function, and the model that is passed
-in is never changed. Numbers of channels are rounded up to multiples that suit a runtime by adding zero filters.
-Tensors whose channels correspond (added, multiplied, or passed through depthwise convolution or pooling) form a
-group. A group is widened as a whole, in the rows of all layers that write it and the columns of all that read it,
-or not at all. Added channels are read through zero columns only, so no output changes.
+A `Form` describes how a captured network is rewritten; all forms compute the same function, and the model that is
+passed in is never changed. Numbers of channels are rounded up to multiples that suit a runtime by adding zero
+filters. Tensors whose channels correspond (added, multiplied, or passed through depthwise convolution or pooling)
+form a group. Either all tensors of a group get the added channels or none: the layers that write the group get zero
+filters, and the layers that read it get zero columns (input channels), so that no output changes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Form:
     branches: str = "zeros"
     """how the output of a branch with fewer filters is mapped to the residual stream: "zeros" (zero filters in its
     last layer), "gather" (index_select after padding with a zero channel), "add" (index_add), "convolution" (a 1x1
-    convolution of zeros and ones), "mixed" ("convolution" where that saves a whole unit, else "zeros")"""
+    convolution of zeros and ones), "mixed" ("zeros", or "convolution" where it saves at least `unit` filters)"""
     unit: int = 1  # numbers of channels are rounded up to a multiple of this
     small: int = 0  # numbers of channels up to this are not rounded
     shortcuts: bool = False  # write strided shortcuts (slices) as 1x1 convolutions
@@ -85,7 +85,7 @@ class Form:
         return -(-width // unit) * unit
 
     def saves_nothing(self, node: Node) -> bool:
-        """Return True if the layer before a remap needs as many units without zero filters as with them."""
+        """Return True if a remap's zero filters do not raise the rounded-up width of the layer before it."""
         before, behind = output_shape(node.args[0])[1], output_shape(node)[1]
         return -(-before // self.unit) >= -(-behind // self.unit)
 
@@ -137,9 +137,9 @@ def _keep_channels_last(graph: fx.GraphModule) -> None:
 
 
 def make_forms(captured: CapturedNetwork, forms: Mapping[str, Form]) -> dict[str, fx.GraphModule]:
-    """Return the network in each of the forms, without duplicates of earlier ones.
+    """Return the network in each form, by name, except where it equals that of an earlier form.
 
-    Most forms are equal where nothing was pruned: they have the same code and tensor layouts.
+    Networks are equal if they have the same code and tensor layouts, as most forms have if nothing was pruned.
     """
     networks: dict[str, fx.GraphModule] = {}
     seen = []
@@ -164,7 +164,7 @@ class Group:
 
 
 def groups(graph: fx.GraphModule) -> list[Group]:
-    """Return the groups that may be widened, in graph order."""
+    """Return the groups that can get more channels, in graph order."""
     group_of: dict[Node, Group] = {}
 
     def join(one: Node, other: Node) -> None:
@@ -198,9 +198,9 @@ def groups(graph: fx.GraphModule) -> list[Group]:
 
 
 def _same_channels(graph: fx.GraphModule, node: Node, inputs: list[Node]) -> list[Node] | None:
-    """Return the inputs whose channels correspond to those of the output, which are none for a dense layer.
+    """Return the inputs whose channels correspond to those of the output: [] for a layer without channel groups.
 
-    Return None for an operator whose effect on channels is not known; it fixes the widths of its tensors.
+    Return None for an operator whose effect on channels is not known; its tensors cannot get more channels.
     """
     layer = layer_of(graph, node)
     if layer is not None and layer.dim == 1 and layer.x in inputs:
@@ -228,7 +228,7 @@ def _by_channel(graph: fx.GraphModule, node: Node, x: Node) -> bool:
 
 
 def _operands_agree(graph: fx.GraphModule, node: Node, inputs: list[Node]) -> bool:
-    """Return True if all operands have the channels of the output, or are stored values that allow any number."""
+    """Return True if each operand has the output's channels, is a stored scalar, or stores a number per channel."""
     sizes = output_shape(node)
     if any(output_shape(x)[1] != sizes[1] or len(output_shape(x)) != len(sizes) for x in inputs):
         return False
@@ -252,7 +252,7 @@ def widen(graph: fx.GraphModule, group: Group, more: int) -> None:
     for writer in group.writers:
         _pad_rows(graph, writer.node, more)
     for reader in group.readers:
-        layer = layer_of(graph, reader.node)  # Its rows may have been widened since.
+        layer = layer_of(graph, reader.node)  # Read again: it may have got zero filters above.
         assert layer is not None
         replace_layer_weights(graph, layer, _pad_dim(layer.weight, 1, more), layer.bias)
     for node in group.nodes:
@@ -279,7 +279,7 @@ def _pad_rows(graph: fx.GraphModule, node: Node, more: int, groups: int = 0) -> 
 
 
 def _pad_argument(graph: fx.GraphModule, node: Node, index: int, dim: int, more: int, filler: float = 0.0) -> None:
-    """Replace a stored tensor among the arguments of a node by a longer one."""
+    """Replace a stored tensor among the arguments of a node by one with `more` entries `filler` along `dim`."""
     given = node.args[index]
     stored = stored_tensor(graph, given)
     if stored is not None:

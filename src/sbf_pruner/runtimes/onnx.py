@@ -27,27 +27,27 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
     """Write a network as an ONNX file with a dynamic batch dimension, atomically, and return its path.
 
     `example_inputs` are as for `trace`: a tensor, a tuple of positional or a dict of keyword arguments. Raise a
-    PruningError if the network cannot be exported or fixes its batch size.
+    PruningError if the network cannot be exported or runs with one batch size only.
     """
     import_onnxruntime()
     path = Path(path)
     network = eval_copy(model)
     args, kwargs, shapes = export_arguments(example_inputs)
-    # torch.onnx.export takes a dict at the end of args for keyword arguments; an empty one prevents that.
+    # torch.onnx.export reads a dict at the end of args as keyword arguments, so an empty one is appended to args.
     args = args if kwargs else (*args, {})
     try:
         with suppress_exporter_output(), torch.no_grad():
             program = torch.onnx.export(network, args, kwargs=kwargs or None, dynamic_shapes=shapes, verbose=False)
     except Exception as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # The exporter's wrappers only name its step and how to report it.
+        while cause.__cause__ is not None:  # Outer errors only name the failed step.
             cause = cause.__cause__
         raise _export_error(model, one_line_error(cause)) from error
     assert program is not None
     proto = program.model_proto
     _strip_metadata(proto)
     inputs = [given.type.tensor_type.shape.dim for given in proto.graph.input]
-    if any(sizes and not sizes[0].dim_param for sizes in inputs):  # torch fixes it without a warning
+    if any(sizes and not sizes[0].dim_param for sizes in inputs):  # The exporter may fix it without a warning.
         raise _export_error(model, "its forward fixes the batch size")
     importlib.import_module("onnx").checker.check_model(proto, full_check=True)
     with atomic_path(path) as temporary:
@@ -56,7 +56,7 @@ def to_onnx(model: nn.Module, example_inputs: Any, path: str | Path) -> Path:
 
 
 def session(path: str | Path, threads: int = 0) -> Any:
-    """Open an ONNX Runtime session on the CPU; with `threads` 0, ONNX Runtime uses one thread per core."""
+    """Open an ONNX Runtime session on the CPU; if `threads` is 0, ONNX Runtime uses one thread per core."""
     runtime = import_onnxruntime()
     try:
         return runtime.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
@@ -66,7 +66,7 @@ def session(path: str | Path, threads: int = 0) -> Any:
 
 
 def session_options(threads: int) -> Any:
-    """Return the session options that all sessions of this package use, for networks and single layers."""
+    """Return the options of all ONNX Runtime sessions in this package, for networks and single layers."""
     options = import_onnxruntime().SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3

@@ -1,9 +1,10 @@
 """Function-preserving rewrites of a captured graph: norm and constant folding, remaps, in-place operators.
 
 A remap is an operator that moves channels: a `Remap` of an extracted network, an index_select, or a padding with
-zero channels. Remaps are merged with each other, with the columns of the layers that read them and with the rows of
-the layer before them; the rest is written as ordinary operators. `simplify` makes no layer larger, so it suits
-every runtime; the other rewrites are chosen per form. Results are equal up to rounding, for finite values.
+zero channels. Remaps are merged with each other, with the columns (input channels) of the weights that read them
+and with the rows (filters) of the weight before them; the others are written as ordinary operators. `simplify`
+makes no layer larger, so it suits every runtime; the other rewrites are chosen per form. Results are equal up to
+rounding, for finite values.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def remove_identity_ops(graph: fx.GraphModule) -> None:
 
 
 def flatten_by_name(graph: fx.GraphModule) -> None:
-    """Write a view of (batch, channels, 1, 1) as (batch, channels) as a flatten, which does not fix the width."""
+    """Replace a view from `(N, C, 1, 1)` to `(N, C)` by a flatten, which has no number of channels as argument."""
     for node in list(graph.graph.nodes):
         if node.target in (aten.view.default, aten.reshape.default) and is_tensor(node.args[0]):
             before, after = output_shape(node.args[0]), output_shape(node)
@@ -86,9 +87,9 @@ def flatten_by_name(graph: fx.GraphModule) -> None:
 
 
 def drop_constants(graph: fx.GraphModule) -> None:
-    """Remove additions of zeros, and replace constant operands by one stored number per channel.
+    """Remove additions of zeros, and replace constant operands of additions by one stored number per channel.
 
-    The branch of a block without filters is then not added, and operators that only it used are removed.
+    This removes a residual branch without filters, including all operators whose outputs only it uses.
     """
     known: dict[Node, Tensor] = {}
     for node in list(graph.graph.nodes):
@@ -128,7 +129,7 @@ def _concat_to_remap(node: Node, known: dict[Node, Tensor]) -> None:
 
 
 def _constant(graph: fx.GraphModule, node: Node, known: dict[Node, Tensor]) -> Tensor | None:
-    """Return the values of the channels (dimension 1) of a node if each channel is constant, else None."""
+    """Return one value per channel (dimension 1) if every channel of a node's output is constant, else None."""
     if node.target in _ZEROS:
         width = output_shape(node)[1]
         return torch.zeros(width, dtype=torch.float64) if isinstance(width, int) else None
@@ -187,11 +188,11 @@ def _padded(node: Node) -> list[int] | None:
 
 
 def merge_remaps(graph: fx.GraphModule, rows: Choice | None = None) -> None:
-    """Merge remaps with adjacent remaps and layers where no layer grows.
+    """Merge remaps with adjacent remaps and, if no layer grows by it, with adjacent layers.
 
-    With `rows`, layers may grow: remaps that pick input channels of a layer are written as zero columns, and those
-    that add zero channels to the output of a layer, and that `rows` selects, as zero filters. Other remaps that add
-    zeros are moved behind activations, toward the layers that read them.
+    If `rows` is given, layers may grow. A remap that selects input channels of a layer becomes zero columns of its
+    weight. A remap that adds zero channels to the output of a layer becomes zero filters if `rows(remap)` is true;
+    otherwise it is moved past activations, toward the layers that read it.
     """
     changed = True
     while changed:
@@ -219,7 +220,7 @@ def _merge(graph: fx.GraphModule, node: Node, rows: Choice | None) -> bool:
 
 
 def _into_columns(graph: fx.GraphModule, node: Node) -> bool:
-    """Merge a remap into the columns of the layers that read it; return True if there was one."""
+    """Merge a remap into the columns (input channels) of the layers that read it; return True if any does."""
     x, source, dim = remap_args(node)
     readers = [layer_of(graph, user) for user in node.users]
     merged = [one for one in readers if one is not None and one.x is node and one.groups == 1 and one.dim == dim]
@@ -233,7 +234,7 @@ def _into_columns(graph: fx.GraphModule, node: Node) -> bool:
 
 
 def _into_rows(graph: fx.GraphModule, node: Node, rows: Choice | None) -> bool:
-    """Merge a remap into the rows of the layer before it, if that does not grow or `rows` selects the remap."""
+    """Merge a remap into the rows of the layer before it, which may grow if `rows(node)`; return True if merged."""
     x, source, dim = remap_args(node)
     passed, first = [], x
     while _keeps_zero(first) and len(first.users) == 1:
@@ -254,7 +255,7 @@ def _into_rows(graph: fx.GraphModule, node: Node, rows: Choice | None) -> bool:
 
 
 def _sink(graph: fx.GraphModule, node: Node) -> bool:
-    """Move a remap that adds zeros behind an elementwise operator, which then processes fewer channels."""
+    """Move a remap that adds zeros past the elementwise operator that reads it, to process fewer channels there."""
     x, source, dim = remap_args(node)
     user = next(iter(node.users))
     if len(node.users) > 1 or not _keeps_zero(user) or len(source) < output_shape(x)[dim]:
@@ -290,8 +291,8 @@ _IN_PLACE = {
     getattr(aten, name).default: getattr(aten, f"{name}_").default
     for name in ("relu", "hardtanh", "silu", "hardswish", "index_add")
 } | {aten.add.Tensor: aten.add_.Tensor}
-# Operators that allocate their output, or overwrite a tensor that one of these allocated, and keep no other alias
-# of what they read.
+# Operators that return a newly allocated tensor, or overwrite and return an input that one of these operators
+# allocated. Their output shares memory with no other tensor.
 _FRESH = {*CONVS, *POINTWISE, *_IN_PLACE, *_IN_PLACE.values(), aten.linear.default, aten.index_select.default}
 _FRESH |= {aten.constant_pad_nd.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.mul.Tensor}
 _FRESH |= {aten.adaptive_avg_pool2d.default, aten.cat.default, aten.mean.dim}
@@ -300,8 +301,8 @@ _FRESH |= {aten.adaptive_avg_pool2d.default, aten.cat.default, aten.mean.dim}
 def write_in_place(graph: fx.GraphModule) -> None:
     """Replace operators by in-place variants where this is safe, which saves memory traffic in eager mode.
 
-    Only a tensor that an operator of the graph has allocated, that has no other alias and that is not read later is
-    overwritten.
+    A tensor is overwritten only if an operator of the graph allocated it, it shares memory with no other tensor,
+    and it is not read later.
     """
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     for node in list(graph.graph.nodes):
@@ -322,7 +323,7 @@ def _can_overwrite(node: Node, x: object, order: dict[Node, int]) -> bool:
 
 
 def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
-    """Replace strided slices of a feature map, and a remap behind them, by one constant 1x1 convolution."""
+    """Replace strided slices of a feature map, and a remap that reads them, by one constant 1x1 convolution."""
     for node in list(graph.graph.nodes):
         if not node.users or not is_tensor(node) or not _is_feature_map(node):
             continue
@@ -331,7 +332,7 @@ def shortcuts_as_convolutions(graph: fx.GraphModule) -> None:
         if node.target is REMAP:
             last, source, _ = remap_args(node)
         elif any(user.target in (REMAP, aten.slice.Tensor) for user in node.users):
-            continue  # handled at the node that reads it
+            continue  # replaced together with the node that reads it
         steps, x = _strided(last)
         width = output_shape(x)[1]
         if x is not last and isinstance(width, int):
@@ -345,7 +346,7 @@ def _is_feature_map(node: Node) -> bool:
 
 
 def _strided(node: Node) -> tuple[list[int], Node]:
-    """Return the strides of consecutive slices in height and width, and the feature map that they read."""
+    """Return the strides (height, width) of the consecutive slices that end at `node`, and the map they slice."""
     steps = [1, 1]
     while node.target is aten.slice.Tensor and argument(node, 1, "dim", 0) in (2, 3):
         dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", 0)
@@ -369,8 +370,8 @@ def _constant_convolution(graph: fx.GraphModule, node: Node, x: Node, source: li
 def write_remaps(graph: fx.GraphModule, way: str) -> None:
     """Replace every remaining remap by ordinary operators.
 
-    "convolution" writes a 1x1 convolution of zeros and ones, "add" an index_add where the remap is only added to
-    tensors, and "gather" an index_select or a padding, which also stands in where the other two do not apply.
+    `way` is "convolution" (a 1x1 convolution of zeros and ones, for 4-d tensors), "add" (an index_add, for a remap
+    that is only added to other tensors) or "gather" (an index_select or a padding, used also for all other remaps).
     """
     for node in [n for n in graph.graph.nodes if n.target is REMAP]:
         x, source, dim = remap_args(node)

@@ -1,9 +1,9 @@
 """The runtimes that networks run in, and the choice of the fastest form of a network for one of them.
 
-`RUNTIMES` says how each prepares a network, on which devices, and the forms that suit it; `sbf bench`,
-`sbf export`, `sbf latency` and latency targets share it. A runtime that can be the unit of a latency target also
-needs `joins`, and a way to time single layers in `measurement.stopwatch`. `choose` times forms in turns on this
-machine; slow ones drop out, and the minimum time decides, because other load on the machine can only add time.
+`RUNTIMES` lists, for each runtime, the function that prepares a network, the devices, and the forms to try; it is
+used by `sbf bench`, `sbf export`, `sbf latency` and latency targets. A runtime for latency targets also needs
+`joins`, and a function that times single layers in `measurement.stopwatch`. `choose` times forms in turns on this
+machine and stops timing slow ones. The minimum time decides, because other load on the machine can only add time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Joins = Mapping[str, tuple[Form, ...]]
 
 
 class Unavailable(PruningError):
-    """Raised if a runtime cannot be used here; the text gives the reason in one line."""
+    """Error for a runtime that cannot be used on this machine; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class Runtime:
     """How a runtime prepares a network, and what its speed depends on."""
 
     prepare: Callable[[nn.Module, Placement], Bound]
-    """Takes a network in evaluation mode and returns a function that binds inputs; what that returns runs one
-    forward pass. On a GPU the pass may return before the device has finished."""
+    """Function from a network in evaluation mode to a function of its inputs, which returns a callable that runs
+    one forward pass on them. On a GPU, this callable may return before the device has finished."""
     forms: tuple[Form, ...]  # every form of a network to try
     joins: Joins | None = field(default=None, hash=False)
-    """For latency predictions, the two ways of joining a branch to the residual stream, each with the forms that
-    are usually fastest. None: the runtime cannot be the unit of a latency target."""
+    """For latency predictions: the two ways of adding a branch to the residual stream, each with the forms that are
+    usually fastest. None if the runtime is not supported for latency targets."""
     devices: tuple[str, ...] = ("cpu",)
     packages: tuple[str, ...] = ("torch",)  # packages whose versions affect the speed
 
     def facts(self, device: str) -> dict[str, Any]:
-        """Return the facts of this machine that a time depends on; None for what is missing."""
+        """Return the hardware, versions and precision that latency depends on; None for a value that is missing."""
         found: dict[str, Any] = {"cpu": cpu(), "cores": os.cpu_count()}
         if device == "cuda":
             available = torch.cuda.is_available()
@@ -91,7 +91,7 @@ def _compiled(network: nn.Module, placement: Placement) -> Bound:
     options: Any = {"freezing": True} if placement.device.type == "cpu" else None
 
     def bind(inputs: Any) -> Pass:
-        torch._dynamo.reset()  # Else recompilations add up to a limit; compiled functions stay callable.
+        torch._dynamo.reset()  # Avoids the recompilation limit; compiled functions stay callable.
         compiled = torch.compile(network, dynamic=False, options=options)
         run = partial(call, compiled, placement.moved(inputs))
         try:
@@ -178,7 +178,7 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "openvino": Runtime(_openvino, _ONNX_FORMS, packages=("openvino", "onnx")),
 }
-# The runtimes of latency targets: by their name on the CPU, with ":cuda" appended on the GPU.
+# Names of the runtimes for latency targets: on the CPU the plain name, on a GPU with ":cuda" appended.
 LATENCY_RUNTIMES = tuple(
     name if device == "cpu" else f"{name}:{device}"
     for device in ("cpu", "cuda")
@@ -202,7 +202,7 @@ def latency_runtime(name: str, flag: str = "runtime") -> tuple[str, str]:
 def make_runner(
     network: nn.Module, inputs: Any, runtime: str, threads: int, device: str = "cpu"
 ) -> Callable[[], Any]:
-    """Return a function that runs a network once on `inputs` in a runtime and waits for the device."""
+    """Return a function that runs a network once on `inputs` in a runtime and waits for the device to finish."""
     if device == "cuda" and not torch.cuda.is_available():
         raise PruningError(
             "this machine has no cuda device that torch can use; measure on one that has (sbf latency "
@@ -247,7 +247,7 @@ class FormChoice:
     milliseconds: Mapping[str, float] = field(default_factory=dict)  # minimum time of every form that was timed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the manifest of an export records."""
+        """Return the entry in the manifest of an export."""
         form = None if self.form is None else asdict(self.form)
         params = sum(p.numel() for p in self.network.parameters())
         return {"form": form, "why": self.why, "params": params, "milliseconds": dict(self.milliseconds)}
@@ -295,7 +295,7 @@ def choose(
 
 
 def min_times(passes: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Time passes in turns for about `seconds`, and return their minimum times; slow ones drop out early."""
+    """Time passes in turns for about `seconds`, and return their minimum times; slow ones are timed less often."""
     least = dict.fromkeys(passes, float("inf"))
     running = list(passes)
     for name in running:

@@ -137,7 +137,7 @@ def _unreadable(path: Path, error: OSError) -> RunError:
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Return why nothing can be written at a path, or None if it can; missing parent folders are no obstacle.
+    """Return the reason why a path cannot be written, or None if it can; missing parent folders are no obstacle.
 
     >>> why_not_writable(Path("new/folder/file.json"))
     """
@@ -150,7 +150,7 @@ def why_not_writable(path: Path) -> str | None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append to a text file and flush it to disk, so that files written afterwards may refer to it."""
+    """Append to a text file and flush it to disk, so that files written afterwards can rely on its content."""
     new = not path.exists()
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
@@ -188,7 +188,7 @@ def _storable(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> tuple
 
 def file_metadata(digest: str, header: Mapping[str, Any]) -> dict[str, str]:
     """Return the safetensors metadata of a file: its header and checksum."""
-    # A single entry, because safetensors does not keep the order of several; equal networks must give equal files.
+    # A single entry: equal networks must give equal files, and safetensors does not keep the order of entries.
     return {"sbf": json.dumps({"sha256": digest, "header": json.dumps(header)})}
 
 
@@ -234,7 +234,7 @@ def read_header(path: Path, remedy: str) -> Any:
 
 @contextmanager
 def _opened(path: Path, remedy: str) -> Iterator[tuple[Any, str, Any]]:
-    """Open a safetensors file; yield it with its header as text, and the checksum stored beside that."""
+    """Open a safetensors file; yield the open file, its header as JSON text, and the stored checksum."""
     try:
         check_readable(path)  # safetensors reports every file it cannot open as missing.
     except FileNotFoundError:
@@ -254,7 +254,7 @@ def _opened(path: Path, remedy: str) -> Iterator[tuple[Any, str, Any]]:
 def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any:
     """Convert nested dicts, lists, tuples, tensors, numbers, strings and None to JSON values.
 
-    `leaf` gets the dotted path and the value of each tensor, and returns what is stored in its place. A TypeError
+    `leaf` takes the dotted path and the value of a tensor, and returns the JSON value that replaces it. A TypeError
     names the first value or key that cannot be stored.
 
     >>> to_plain({"a": (1, None)}, lambda path, tensor: path)
@@ -276,7 +276,7 @@ def to_plain(nest: Any, leaf: Callable[[str, Tensor], Any], at: str = "") -> Any
 
 
 def from_plain(plain: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Rebuild the nested value that `to_plain` converted; `leaf` gets what was stored for each tensor.
+    """Rebuild the nested value that `to_plain` converted; `leaf` takes the JSON value that replaced a tensor.
 
     >>> from_plain({"dict": [["a", {"tuple": [1, None]}]]}, lambda tensor: tensor)
     {'a': (1, None)}

@@ -1,9 +1,9 @@
 """Typed, bounded and documented settings: the `Section` dataclass that recipes are made of, and checks of numbers.
 
 A section is built from a plain table (as TOML gives it) and converts back to the same table or to TOML text. It
-validates its fields on construction, so an existing section is always valid. Each failure of a section is a
-one-sentence `RecipeError` that starts with the dotted key. Recipes are read before torch is imported, so nothing
-here imports torch.
+validates its fields on construction, so an existing section is always valid. An invalid one raises a `RecipeError`
+of one sentence that starts with the dotted key. Recipes are read before torch is imported, so nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Section:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """Build from a table; missing keys keep their defaults. An unknown or missing required key is an error."""
+        """Build from a table, with defaults; raise a RecipeError for an unknown or a missing required key."""
         _refuse_unknown(cls, table)
         return _build(cls, merge(_defaults(cls), table))
 
@@ -148,7 +148,7 @@ def describe(cls: type[Section]) -> dict[str, Setting]:
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any], *, empties: bool = False) -> dict[str, Any]:
     """Return a new table: `base` updated recursively with `extra`.
 
-    An empty table in `extra` changes nothing, or with `empties` replaces the table in `base`.
+    An empty table in `extra` replaces the table in `base` if `empties` is true, and changes nothing otherwise.
 
     >>> merge({"a": {"b": 1}, "c": {"d": 2}}, {"a": {"e": 3}, "c": {}}, empties=True)
     {'a': {'b': 1, 'e': 3}, 'c': {}}
@@ -182,7 +182,7 @@ def _describe(cls: type[Section], defaults: Mapping[str, Any], at: str = "") -> 
 
 
 def _defaults(cls: type[Section]) -> dict[str, Any]:
-    """Return the table of all defaults, without required keys."""
+    """Return the table of all defaults, without the keys that have none."""
     table: dict[str, Any] = {}
     for field, kind in _fields(cls):
         if field.default is not dataclasses.MISSING:
@@ -234,7 +234,7 @@ def _build(cls: type[S], table: Mapping[str, Any], at: str = "") -> S:
 
 
 def _coerce(key: str, value: Any, kind: Any) -> Any:
-    """Convert `value` to `kind`: an int may stand for a float, a string for a list of one; a bool is no number."""
+    """Convert `value` to `kind`; an int may stand for a float, a string for a list of one, no bool for a number."""
     if kind == tuple[str, ...] and isinstance(value, str):
         value = [value]
     if not isinstance(value, bool | int | float) and isinstance(value, Integral | Real):  # NumPy's numbers
@@ -276,7 +276,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return a copy made of the types that survive a round trip through TOML."""
+    """Return a copy of plain types, which are the same after a round trip through TOML."""
     if isinstance(value, Section):
         return value.to_dict()
     if isinstance(value, list | tuple):

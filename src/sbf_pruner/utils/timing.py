@@ -1,8 +1,8 @@
 """Interleaved timing of several calls, confidence intervals for medians, and the description of the machine.
 
 Every round times all calls, in random order or in the reverse of the last round, so that machine drift and cache
-state affect all alike. Two lists of times give a ratio per round; the interval for its median assumes nothing about
-the distribution.
+state affect all alike. `median_ratio` computes one ratio of two times per round; the confidence interval of its
+median makes no assumption about the distribution.
 """
 
 from __future__ import annotations
@@ -176,9 +176,9 @@ def cpu() -> str:
 
 
 def busy_cores(seconds: float = 0.3) -> float | None:
-    """Return how many cores are kept busy while this process sleeps for `seconds`; None without /proc/stat.
+    """Return the mean number of cores in use while this process sleeps for `seconds`; None without /proc/stat.
 
-    The load average is not used because it still counts processes that ended a minute ago, and our own start-up.
+    The load average is not used, because it includes processes that ended a minute ago and this one's start-up.
     """
     before = _ticks()
     time.sleep(seconds)
@@ -189,7 +189,7 @@ def busy_cores(seconds: float = 0.3) -> float | None:
 
 
 def _ticks() -> tuple[int, int] | None:
-    """Return the busy and the total clock ticks of all cores since boot, or None if they cannot be read."""
+    """Return the non-idle and the total clock ticks of all cores since boot, or None if they cannot be read."""
     try:
         ticks = list(map(int, Path("/proc/stat").read_text("ascii").split("\n")[0].split()[1:9]))
         idle = ticks[3] + ticks[4]  # including waits for I/O

@@ -164,7 +164,7 @@ def _current_directory_importable() -> Iterator[None]:
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _MODELS = os.path.join(_PACKAGE, "models", "")  # part of this package, but treated as user code
-# Frames of contextlib surround those of decorated functions.
+# Files whose frames are not the user's; frames of contextlib surround those of decorated functions.
 _QUIET = (os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__, _PACKAGE)
 
 

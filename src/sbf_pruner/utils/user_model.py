@@ -1,8 +1,8 @@
 """Deep copies of user models, this package's hooks on them, and calls with example inputs.
 
-Functions that capture the model or its tensors, in closures, defaults, partials or hooks, are rebound to the copy,
-unlike by `copy.deepcopy`. Every hook of this package is a `PrunerHook` object or a method of one, so that it can be
-found and removed, also in copies. Models and inputs are not changed, except by `remove_pruner_hooks`.
+Unlike with `copy.deepcopy`, functions that capture the model or its tensors in closures, defaults, partials or
+hooks are rebound to the copy. Every hook of this package is a `PrunerHook` object or a method of one, so that it
+can be found and removed, also in copies. Models and inputs are not changed, except by `remove_pruner_hooks`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def meta_copy(model: Model) -> Model:
     >>> meta_copy(nn.Linear(2, 3)).weight.device
     device(type='meta')
     """
-    # Includes tensors stored as plain attributes, which `Module.to` would not move.
+    # Tensors stored as plain attributes are included, which `Module.to` would not move.
     return _copied(model, {id(t): _meta_twin(t) for t in all_tensors(model)})
 
 
 def real_copy(model: Model, instead: Mapping[int, Tensor] | None = None) -> Model:
-    """Return a deep copy; non-leaf tensors, as the old weight_norm stores them, are detached and cloned.
+    """Return a deep copy; non-leaf tensors, which the old weight_norm stores, are detached and cloned.
 
     `instead` maps the `id` of a tensor to the tensor that replaces it in the copy.
 
@@ -59,14 +59,14 @@ def all_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _copied(model: Model, instead: dict[int, Tensor]) -> Model:
-    # A module consists mostly of empty hook tables. Copying them takes deepcopy longer than all the rest, so its
-    # memo starts with new ones.
+    # Most attributes of a module are empty hook tables, on which deepcopy would spend most of its time. Mapping
+    # them to new empty tables in its memo avoids that.
     values = (value for module in model.modules() for value in vars(module).values())
     memo: dict[int, Any] = {id(v): type(v)() for v in values if type(v) in (dict, OrderedDict) and not v}
     memo |= instead
     made = copy.deepcopy(model, memo)
     for old, new in zip(model.modules(), made.modules(), strict=False):
-        new.training = old.training  # copying a torch.fx.GraphModule loses it
+        new.training = old.training  # A copy of a torch.fx.GraphModule loses it.
     members = {id(module) for module in model.modules()} | {id(tensor) for tensor in all_tensors(model)}
     rebinding = _Rebinding(members, memo)
     for module in made.modules():
@@ -83,7 +83,7 @@ def _meta_twin(tensor: Tensor) -> Tensor:
 
 
 class _Rebinding:
-    """Rebuild functions that capture parts of a model, in closures, defaults or attributes, for its copy."""
+    """Rebuilds functions that refer to parts of a model so that they refer to the same parts of its copy."""
 
     def __init__(self, members: set[int], memo: dict[int, Any]) -> None:
         self._members = members
@@ -91,7 +91,7 @@ class _Rebinding:
         self._made: dict[int, FunctionType] = {}
 
     def of(self, value: Any) -> Any:
-        """Return a value of the copy with such functions rebound; the same object if it contains none."""
+        """Return a value of the copy with such functions rebound, or the same object if it contains none."""
         if isinstance(value, FunctionType):
             return self._function(value) if self._refers(value, set()) else value
         if isinstance(value, partial):
@@ -237,9 +237,9 @@ def with_extra_sample(inputs: Any) -> Any:
 def resized_inputs(inputs: Any) -> Iterator[Any]:
     """Yield inputs with one more sample and other spatial sizes, tiled from the given ones.
 
-    The first inputs are not square. Small sizes grow by about a third and large ones shrink, which takes less time;
-    sizes divisible by a large power of two stay so. The second inputs have twice or half the size. Nothing is
-    yielded if no tensor has more than two dimensions.
+    The first inputs are not square: sizes up to 128 grow by about a third, and larger ones shrink, which saves
+    time; sizes divisible by a large power of two stay so. The second inputs have twice the size, or half if it is
+    over 128. Nothing is yielded if no tensor has more than two dimensions.
 
     >>> [list(x.shape) for x in resized_inputs(torch.zeros(2, 3, 64, 64))]
     [[3, 3, 96, 128], [3, 3, 128, 128]]
@@ -278,7 +278,7 @@ def _tiled(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def memory_format(tensor: Tensor) -> torch.memory_format:
-    """Return channels_last or channels_last_3d if a tensor has that layout and is not contiguous as well.
+    """Return channels_last or channels_last_3d if a tensor has only that layout, else contiguous_format.
 
     >>> memory_format(torch.zeros(1, 3, 4, 4).contiguous(memory_format=torch.channels_last))
     torch.channels_last
