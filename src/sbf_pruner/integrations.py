@@ -1,4 +1,4 @@
-"""Alternate between training scores and weights inside a training loop that is not ours.
+"""Alternate between training scores and weights inside an external training loop.
 
 The phase of an epoch follows from its number alone, so a loop that resumes from a checkpoint resumes in the right
 phase. The loop's own optimizer may step in every epoch, because frozen parameters have no gradient and are skipped.
@@ -69,11 +69,11 @@ class Turns:
 
     @property
     def scores_now(self) -> bool:
-        """Whether the scores are trained now, with frozen weights."""
+        """True in a score phase, in which the scores are trained and the weights are frozen."""
         return self._now is not None and self._now.trains_scores
 
     def epoch_begins(self, epoch: int) -> str:
-        """Call at the start of an epoch, numbered from 0; enters its phase and returns the name.
+        """Enter the phase of an epoch, numbered from 0, and return its name. Call it at the start of the epoch.
 
         Raises a PruningError if the cycles are over and the budget is not met.
         """
@@ -91,7 +91,7 @@ class Turns:
         return self.phase
 
     def after_backward(self, scaler: GradScaler | None = None) -> None:
-        """Call after `loss.backward()`; in a score phase this adds the penalty's gradient and steps the scores.
+        """Add the gradient of the penalty and update the scores, in a score phase. Call it after `loss.backward()`.
 
         `scaler` is the gradient scaler that scaled the loss, if any.
         """
@@ -103,9 +103,9 @@ class Turns:
             self.pruner.step(scaler)
 
     def end(self) -> None:
-        """Call at the end of training; ends the phase, which sets the gates from the scores if it trained scores.
+        """End the current phase; a score phase then sets the gates. Call it at the end of training.
 
-        Logs a warning if the training ended before the budget was met, in an earlier cycle than the last.
+        Logs a warning if the budget is not met because training ended before the last cycle.
         """
         self._close()
         self._check_budget()
@@ -120,7 +120,7 @@ class Turns:
             )
 
     def abort(self) -> None:
-        """Call when training has failed; leaves the phase without setting gates, and unfreezes everything."""
+        """Leave the phase without setting the gates, and unfreeze everything. Call it when training has failed."""
         if self._open is not None:
             phase, self._open = self._open, None
             error = RuntimeError("the training has failed")
@@ -131,14 +131,14 @@ class Turns:
         return {"epoch": self._epoch, "pruner": self.pruner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from where `state_dict` was taken."""
+        """Restore a state from `state_dict`, and enter the phase it was saved in."""
         self._close()
         self.pruner.load_state_dict(state["pruner"])
         if state["epoch"] is not None:  # Reenter the phase: an unfinished score phase still has to set the gates.
             self.epoch_begins(state["epoch"])
 
     def _close(self) -> None:
-        """Leave the current phase normally; a score phase sets the gates."""
+        """Leave the current phase without an exception; a score phase sets the gates."""
         if self._open is not None:
             phase, self._open = self._open, None
             phase.__exit__(None, None, None)
@@ -155,7 +155,7 @@ class Turns:
 
 
 def pruning_callback(turns: Turns) -> Any:
-    """Return a callback for Lightning's `Trainer` that drives `turns`.
+    """Return a callback for Lightning's `Trainer` that calls the methods of `turns`.
 
     Its state is part of the trainer's checkpoints, so training resumes in the right phase. Raises a PruningError if
     Lightning, which is imported only here, is not installed.

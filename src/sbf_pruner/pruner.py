@@ -1,9 +1,9 @@
 """`Pruner`: learned filter scores on a model in any training loop, and extraction of the smaller network.
 
-The model keeps its class and computes the same as before until a score moves. What a phase freezes is really
-frozen, and an exception leaves the model as usable as before. Trial cuts, whose results are thrown away, find out
-before training what surgery would refuse, and record in the channel graph where the model's own code fixes channel
-counts.
+The model keeps its class, and its outputs do not change until a score does. A phase changes no weight or statistic
+that it freezes, and after an exception the model is usable as before. Trial cuts extract networks and discard them:
+they show before training what surgery would refuse, and record in the channel graph where the model's own code
+fixes channel counts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def prunable_graph(
 ) -> ChannelGraph:
     """Return the channel graph of a model: `graph` if it was traced before, otherwise a new trace.
 
-    With `sized`, for a pruner with a budget, a new graph also records where the model's code fixes channel counts.
+    If `sized` is true, for a pruner with a budget, a new graph also records where the model fixes channel counts.
     Raises a PruningError if no layer can be pruned.
     """
     if graph is not None and ignore:
@@ -66,9 +66,9 @@ def prunable_graph(
 
 
 def try_cuts(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str | None:
-    """Trial cuts: remove some filters of every layer, then all that can go; return why the last one fails, or None.
+    """Make trial cuts, the last one to the smallest network possible; return why that one fails, or None.
 
-    Raises a PruningError if one of the others fails.
+    Records fixed channel counts in the graph. Raises a PruningError if one of the other cuts fails.
 
     >>> import torch
     >>> from .graph.build import Ignored, trace
@@ -85,11 +85,11 @@ def try_cuts(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> str 
 
 
 def record_fixed_sizes(model: nn.Module, example_inputs: Any, graph: ChannelGraph) -> None:
-    """Run trial cuts and record in the graph where the model's own code keeps channels nevertheless.
+    """Make trial cuts and record in the graph where the model's own code fixes channel counts.
 
-    Where it does may depend on which filters are removed: a slice up to the fourth channel changes only if one of
-    the first four goes. Therefore one filter of each layer is removed, then the first, the last, and every other
-    one.
+    These may show only if certain filters are removed: a slice `[:4]` changes only if one of the first four
+    channels is removed. The four cuts remove one filter of each layer, at different indices; the first filter of
+    each layer; the last; and every other filter.
     """
     layers = [(name, layer.filters) for name, layer in graph.layers.items() if layer.filters > 1]
     # A different filter in every layer, so that layers joined by an addition need different channels.
@@ -115,8 +115,8 @@ class Pruner:
     Args:
         model: The network; it keeps its class, and gates on it are open until a score phase ends.
         example_inputs: What one call of the model takes, as for `trace`.
-        budget: The most that may be left. The penalty is adjusted so that the scores come close to it by
-            themselves. Without a budget, the scores and the penalty decide how many filters are kept.
+        budget: Upper limits on the size of the pruned network. The penalty is adjusted so that the scores alone
+            come close to them. Without a budget, the scores and the penalty decide how many filters are kept.
         scores: How scores are computed and trained. A step moves a logit by about `Scores.lr` times the l1 norm of
             its layer's weights or, with `Scores.speed`, by that much in every layer. The default `lr`, the paper's,
             is for thousands of steps; a good speed is 3 divided by the number of score steps of all cycles.
@@ -175,7 +175,7 @@ class Pruner:
         self.filters = {name: layer.filters for name, layer in graph.layers.items()}
         self._masks = graph.all_filters()
         self._attached = True
-        # After everything that may raise an error, which leaves the model unchanged.
+        # The hooks are added after everything that may raise an error, so that an error leaves the model unchanged.
         self.gates = Gates(model, graph.sites, self.filters)
         self.regularizer.to(self.gates.soft)
         self.gradient = Gradient(self.gates.soft)
@@ -195,8 +195,8 @@ class Pruner:
         This helps with a budget, which closes filters with high scores: a score phase opens them again, and
         batch-norm statistics collected without them amplify the difference, more so in a deeper network.
 
-        `joint` is for comparison: nothing is frozen, and an optimizer of the weights may step beside `step()`. The
-        scores are computed from the weights at the start of the phase.
+        If `joint` is true, for comparison, nothing is frozen, and an optimizer of the weights may step in addition
+        to `step()`. The scores are computed from the weights at the start of the phase.
         """
         self._check_attached()
         if self.gates.soft.requires_grad:
@@ -207,7 +207,7 @@ class Pruner:
             self.optimizer = self._fresh_optimizer()
             self._refresh_scores()
         else:
-            tune = None  # a resumed phase was tuned when it began
+            tune = None  # in a resumed phase, the statistics were recomputed when it began
         self.gates.mode = "soft"
         thaw = untune = ExitStack().close  # no-ops until there is something to undo
         try:
@@ -226,22 +226,22 @@ class Pruner:
             self.optimizer = None
             self.gradient.report()
             self.zero_grad()
-            if self.projection.in_phase:  # interrupted: hard gates and statistics are those from before
+            if self.projection.in_phase:  # interrupted: restore the statistics; the hard gates are unchanged
                 untune()
                 self.projection.end_phase()
 
     @contextmanager
     def gated(self) -> Iterator[Pruner]:
-        """Train the weights: scores are frozen, and every filter is fully on or off."""
+        """Train the weights: scores are frozen, and every gate is 0 or 1."""
         self._check_attached()
         before, self.gates.mode = self.gates.mode, "hard"
         try:
             yield self
-        finally:  # a score phase, within which this evaluates hard gates, goes on afterwards
+        finally:  # used inside a score phase, this evaluates hard gates, and the score phase then continues
             self.gates.mode = "soft" if before == "soft" else "hard"
 
     def steer(self) -> None:
-        """Adapt the penalty to the budget. Call it a few times in a score phase; the end of one does it as well."""
+        """Adapt the penalty to the budget. Call it a few times in a score phase, whose end does this as well."""
         if self.regularizer.steering is not None:
             self.regularizer.steer(self.selector.cutoff(self._score_values()), self.progress)
 
@@ -285,7 +285,7 @@ class Pruner:
     def rank(self, scores: ScoresByLayer) -> None:
         """Set the gates from scores computed elsewhere, one for each filter, the higher the better.
 
-        The scores decide which filters go first, and the budget decides how many.
+        Filters with low scores are removed first; the budget decides how many.
         """
         self._check_ready("rank")
         if self.selector.limits is None:
@@ -299,20 +299,20 @@ class Pruner:
     def land(self) -> None:
         """Set the gates from the current scores, at the full budget.
 
-        Use it when training was stopped before the limits had reached the budget, or when the limits or the clock
-        have changed, and train the weights afterwards. If no score has moved yet, every layer loses about the same
-        fraction of its filters.
+        Use it when training was stopped before the limits had reached the budget, or when the limits or the latency
+        model have changed, and train the weights afterwards. If no score has changed yet, every layer loses about
+        the same fraction of its filters.
         """
         self._check_ready("land")
         self.progress = 1.0
         self._set_gates(self._select().masks)
 
     def plan(self) -> Plan:
-        """Return the filters that the gates let through, as set by the last score phase or by `gate`."""
+        """Return the filters whose gates are open, as set by the last score phase, `rank`, `land` or `gate`."""
         return Plan.from_masks(self._masks)
 
     def alive(self) -> tuple[int, int]:
-        """Return the number of filters that the gates let through, and the number of all."""
+        """Return the number of filters with open gates, and the number of all filters."""
         return sum(int(m.sum()) for m in self._masks.values()), sum(self.filters.values())
 
     def gate(self, plan: Plan) -> None:
@@ -324,9 +324,9 @@ class Pruner:
         self._set_gates(masks)
 
     def extract(self, *, prove: bool = False) -> nn.Module:
-        """Return a new, smaller module that computes what the gated model does; with `prove`, run both to check.
+        """Return a new, smaller module with the outputs of the gated model; if `prove` is true, compare both.
 
-        Logs a warning if it exceeds the budget, which a score phase need not meet before `progress` is 1.
+        Logs a warning if it exceeds the budget, which gates need not meet while `progress` is below 1.
         """
         if (missed := self.missed()) is not None:
             why = "" if self.progress >= 1 else f" (pruner.progress is {self.progress:.0%})"
@@ -350,7 +350,7 @@ class Pruner:
     # -- saving ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to resume, also within a score phase.
+        """Return the state to resume from, also within a score phase.
 
         The model's own state dict does not contain the gates.
         """
@@ -384,7 +384,7 @@ class Pruner:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _check_ready(self, call: str) -> None:
-        """Raise a PruningError if the gates were removed or a score phase is about to set them."""
+        """Raise a PruningError if the gates were removed or a score phase is under way."""
         self._check_attached()
         self._check_no_phase(call)
 
@@ -419,7 +419,7 @@ class Pruner:
 
     @torch.no_grad()
     def _set_scores(self, scores: Tensor) -> None:
-        """Write scores into `gates.soft`; with `binary`, their gates, whose gradients are used for the scores."""
+        """Store scores in `values` and `gates.soft`; with binary gates, `gates.soft` holds 0 or 1 instead."""
         self.values.copy_(scores)
         if self.settings.binary:
             self.gates.soft.copy_(self.values >= self.settings.threshold)
@@ -428,10 +428,10 @@ class Pruner:
         return {name: values.cpu().numpy() for name, values in self.scores().items()}
 
     def _select(self, scores: dict[str, NDArray[np.floating]] | None = None) -> Selection:
-        """Select filters by the current scores, or by others; at the full budget, try the cut as well.
+        """Select filters by the given scores or else the current ones; at the full budget, also make a trial cut.
 
-        If the model's own code fixes more channels than was known, the search runs again. A failing cut is logged
-        as a warning.
+        If the cut shows that the model's own code fixes more channels, the search runs again. A failing cut is
+        logged as a warning.
         """
         threshold = self.settings.threshold if scores is None else 0.5
         choose = partial(self.selector.choose, scores or self._score_values(), threshold, self.progress)

@@ -1,8 +1,8 @@
 """`Constraints`: which filters of a model may be removed, whatever their scores.
 
-A constraint on widths is one number for all layers or a table by name pattern, in which the last pattern that
-matches a layer counts. `widths` resolves constraints for a channel graph and extends selections of filters until
-they hold.
+A constraint on widths is one number for all layers or a table of numbers by name pattern. The last pattern that
+matches the name of a layer applies to it. `widths` resolves constraints for a channel graph and extends selections
+of filters until they hold.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Fractions = float | dict[str, float]
 
 @dataclass(frozen=True)
 class Constraints(Section):
-    """Which filters may be removed, whatever their scores.
+    """Limits on which filters may be removed, whatever their scores.
 
     >>> Constraints(round_to=8, max_removed={"*": 0.9, "layer1.*": 0.3}).describe()
     'max_removed = {"*" = 0.9, "layer1.*" = 0.3}, round_to = 8'
@@ -82,7 +82,7 @@ class Constraints(Section):
             _check_patterns(key, getattr(self, key), graph)
 
     def describe(self) -> str:
-        """Format the constraints that are set as in a recipe, except for `ignore`."""
+        """Format all constraints that differ from their defaults in recipe syntax, except for `ignore`."""
         values = ((each.name, getattr(self, each.name)) for each in fields(self) if each.name != "ignore")
         return ", ".join(
             f"{key} = {list(value) if key == 'couple' else format_setting(value)}"
@@ -124,21 +124,21 @@ UNSET: dict[str, Any] = WidthLimits()._asdict()
 
 
 def at_least(setting: Counts, least: int, names: Iterable[str]) -> Counts:
-    """Raise every value to at least `least`, for layers called `names`.
+    """Return a setting whose value is at least `least` for every layer in `names`.
 
     >>> at_least({"a": 4, "b": 0}, 1, ["a", "b", "c"])
     {'*': 1, 'a': 4, 'b': 1}
     """
     if not isinstance(setting, Mapping):
         return max(setting, least)
-    # "*" is added only if some layer matches no pattern, because a pattern that applies to no layer is an error. It
-    # comes first, so that it applies to no other layer.
+    # "*" is added only if some layer matches no pattern, because a pattern that applies to no layer is an error.
+    # The last matching pattern applies, so "*" comes first and affects only layers that match no other pattern.
     rest = any(_last_match(setting, name) is None for name in names)
     return ({"*": least} if rest else {}) | {pattern: max(number, least) for pattern, number in setting.items()}
 
 
 def format_setting(setting: Fractions) -> str:
-    """Format a value or a table as in a recipe.
+    """Format a value or a table in recipe syntax.
 
     >>> format_setting(0.5), format_setting({"*": 0.9, "stem": 0.0})
     ('0.5', '{"*" = 0.9, "stem" = 0}')

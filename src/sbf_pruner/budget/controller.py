@@ -1,10 +1,10 @@
 """Selection of filters for a budget (`Selector`), and steering of the penalty towards it (`Steering`,
 `ResourceWeights`, `filter_prices`).
 
-A budget that no selection can meet is refused before anything is trained. `Steering` adjusts the penalty so that
-the score at which the search cuts reaches the threshold of the gates at the end of training: then the search moves
-nothing, and the gates are those of the paper. On the way there that score has to fall evenly, because scores move
-at a limited speed: a penalty that grew for as long as the threshold is far would outweigh the loss.
+`Selector` raises an error before training if no selection can meet the budget. The cutoff is the score that
+separates kept from removed filters. `Steering` adjusts the penalty so that the cutoff equals the gate threshold at
+the end of training: the selection for the budget then equals the paper's gates. The intended cutoff falls evenly,
+because scores change at a limited speed: a penalty that grew until the cutoff is reached would outweigh the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .widths import ResolvedConstraints, Widths, resolve
 
 
 class LatencyPredictor(Protocol):
-    """Predicts how long a network takes."""
+    """Interface of a latency model."""
 
     def seconds(self, laid: LaidOut) -> float:
         """Return the seconds that one forward pass of a network with this layout takes."""
@@ -38,10 +38,10 @@ class LatencyPredictor(Protocol):
 
 
 class Selector:
-    """Selects filters by their scores: as many as a budget allows or, without one, those from the threshold on.
+    """Selects the filters with the highest scores that fit the budget; without one, those from the threshold on.
 
-    Every selection keeps the network connected and satisfies the constraints. Raises a PruningError if no selection
-    can meet the budget; with `refuse=False`, the attribute `reachable` says so instead.
+    Every selection keeps the network connected and satisfies the constraints. If no selection can meet the budget,
+    raises a PruningError or, if `refuse` is false, sets the attribute `reachable` to False.
 
     >>> import torch
     >>> from torch import nn
@@ -96,11 +96,11 @@ class Selector:
         return self._search(self.constraints.level_branches(scores), self.limits).best(widen=False).cutoff
 
     def least(self) -> Masks:
-        """Return the smallest selection allowed if all scores are equal; the first filters of a layer are kept."""
+        """Return the smallest selection allowed for equal scores; filters with the lowest indices are kept."""
         return self._fewest({name: np.zeros(layer.filters) for name, layer in self.graph.layers.items()})
 
     def excess_fractions(self) -> dict[str, float]:
-        """Return the fraction of each limited resource that has to go; of the MACs if there is no budget."""
+        """Return the fraction of each limited resource that must be removed; `{"macs": 1.0}` without a budget."""
         if self.limits is None:
             return {"macs": 1.0}
         return {name: 1 - most / self.limits.whole[name] or 1e-3 for name, most in self.limits.most.items()}
@@ -108,7 +108,7 @@ class Selector:
     def count(self, masks: Masks) -> Usage:
         """Return the cost of a selection by resource.
 
-        MACs are per sample. Without `stored`, the size is that of the tensors alone.
+        MACs are per sample. If `stored` is None, the size is that of the tensors without a file header.
         """
         laid = lay_out(self.graph, masks)
         cost = cost_of(self.graph, laid)
@@ -129,7 +129,7 @@ class Selector:
         )
 
     def excess(self, masks: Masks) -> str | None:
-        """Describe what exceeds the budget; None if nothing does, or only the latency and by a few percent."""
+        """Describe what exceeds the budget, for latency by more than `LATENCY_TOLERANCE`; None if nothing does."""
         if self.limits is None:
             return None
         used, most = self.count(masks), self.limits.most
@@ -149,13 +149,14 @@ class Selector:
         return Search(scores, limits, self.count, complete, self.prices, self.smallest, self.graph.settle)
 
     def _completed(self, masks: Masks, scores: Mapping[str, Values]) -> Masks:
-        # A disconnected network cannot train, so a layer that is the only path left keeps its best filter.
+        # If no path led from inputs to outputs, the network could not be trained, so a layer on the only remaining
+        # path keeps the filter with the highest score.
         weakest_first = sorted(scores, key=lambda name: float(scores[name].max()))
         masks = dict(masks)
         while lifelines := self.graph.disconnecting_layers(masks, weakest_first):
             for name in lifelines:
                 best = np.arange(len(scores[name])) == scores[name].argmax()
-                # Factors of a product may have filters left but share no channel: then all of them come back.
+                # Tensors that are multiplied may keep no channel in common: then restore all filters of the layer.
                 masks[name] = np.ones_like(best) if masks[name].any() else best
         return self._widths.extended(masks, scores)
 
@@ -165,8 +166,8 @@ class Selector:
     def _smallest(self, limits: Limits) -> Masks:
         """Return a selection that is as small as allowed.
 
-        Which path through the network is kept depends on the order in which layers are given up, so several orders
-        are tried. The selection whose tightest limit has the most room is returned.
+        The path through the network that remains depends on the order in which layers are emptied, so several
+        orders are tried. Returns the selection whose scarcest resource is furthest below its limit.
         """
         layers = self.graph.layers
         orders = [[0.0] * len(layers), range(len(layers))]
@@ -185,7 +186,7 @@ class Selector:
             free = Selector(self.graph, budget, None, self.latency_model, self.stored, refuse=False)
             if free.reachable:
                 remedy = f"loosen the constraints ({self.constraints.settings.describe()}), which contradict it"
-        # The file also holds the plan, so that of a tiny network may grow, and a larger target would not help.
+        # A pruned file also holds the plan, so that of a tiny network may exceed the dense file: no target fits.
         more = "" if any(least[name] >= limits.whole[name] for name in broken) else "raise the target, or "
         target = " and ".join(limits.told(name, limits.most) for name in broken)
         found = " and ".join(limits.told(name, least, up=True) for name in broken)
@@ -195,8 +196,8 @@ class Selector:
         )
 
 
-# Gains on the change and on the value of the error. Scores integrate the penalty, so a strength that integrated the
-# error alone would oscillate about the target with growing amplitude.
+# Controller gains for the change (CHANGE) and for the value (REST) of the error. Scores integrate the penalty over
+# steps, so a strength that integrated only the error would oscillate around the target with growing amplitude.
 CHANGE = 6.0
 REST = 1.5
 BOUND = 8.0  # largest factor of one update
@@ -214,13 +215,13 @@ class Steering:
     def __init__(self, strength: float, threshold: float) -> None:
         self.start = self.strength = strength
         self.threshold = threshold
-        self.error = 0.0  # of the last update; at first 0, because scores start at 1, as intended at progress 0
+        self.error = 0.0  # at the last update; initially 0, because scores start at the intended cutoff, 1
 
     def follow(self, cutoff: float, progress: float) -> float:
         """Return the next strength.
 
-        `cutoff` is the score at which the search cuts under the final limits. `progress` goes from 0 to 1 and moves
-        the intended cutoff from 1 to the threshold.
+        `cutoff` is the score that separates kept from removed filters under the final limits. `progress` goes from
+        0 to 1 and moves the intended cutoff from 1 to the threshold.
         """
         intended = 1 + (self.threshold - 1) * min(max(progress, 0.0), 1.0)
         error = math.log(max(cutoff, 1e-6) / intended)
@@ -235,7 +236,7 @@ class Steering:
         return {"strength": self.strength, "error": self.error}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state."""
+        """Restore the strength and error from `state_dict`."""
         self.strength, self.error = state["strength"], state["error"]
 
 
@@ -247,8 +248,8 @@ _SAMPLED = 3  # filters per layer whose cost is computed
 def filter_prices(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Prices:
     """Return the mean cost of one filter of each layer, as a fraction of the dense network, by resource.
 
-    Costs depend on the filters that the neighboring layers keep. Where filters cannot be removed one by one, as in
-    groups, the cost is that of the layer's own weights divided by its number of filters.
+    Costs depend on the filters that the neighboring layers keep. If removing a single filter saves nothing, as in a
+    grouped layer, the cost is that of the layer's own weights divided by its number of filters.
 
     >>> import torch
     >>> from torch import nn
@@ -274,7 +275,7 @@ def filter_prices(graph: ChannelGraph, keep: Mapping[str, Mask]) -> Prices:
 
 
 class ResourceWeights:
-    """Weights of the resources in the penalty: large where a limit is tight, small where there is room.
+    """Weights of the resources in the penalty: large for a limit that is used up, small for one that is not.
 
     >>> mix = ResourceWeights({"macs": 0.5, "params": 0.5})
     >>> mix.follow({"macs": 0.0, "params": 0.1})  # parameters are not what is scarce
@@ -282,19 +283,19 @@ class ResourceWeights:
     True
     """
 
-    HALVED_AT = 0.1  # room, as a fraction of the dense network, that halves the weight of a resource
+    HALVED_AT = 0.1  # unused limit, as a fraction of the dense network, that halves the weight of a resource
 
     def __init__(self, parts: Mapping[str, float]) -> None:
         self.parts = _shares(parts)
 
     def follow(self, room: Mapping[str, float]) -> None:
-        """Reduce the weights of resources that have room left."""
+        """Reduce the weights of resources below their limits; `room` is limit minus usage over dense usage."""
         self.parts = _shares(
             {name: part * 2 ** (-room[name] / self.HALVED_AT) for name, part in self.parts.items()}
         )
 
     def weights(self, found: Prices, layers: Mapping[str, int]) -> list[float]:
-        """Return one weight per layer for the penalty: its weighted price, with a mean of 1 over all filters."""
+        """Return one penalty weight per layer: its weighted price, scaled to a mean of 1 over all filters."""
         mixed = {name: sum(part * found[key][name] for key, part in self.parts.items()) for name in layers}
         mean = sum(mixed[name] * filters for name, filters in layers.items()) / sum(layers.values())
         return [mixed[name] / mean for name in layers]

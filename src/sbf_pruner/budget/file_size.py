@@ -1,8 +1,8 @@
 """The size of a network's weight file, for any choice of filters.
 
-`FileSize` computes the size of the file for any layout that surgery would cut, without cutting or writing. The real
-file is never longer, except where the model's own code fixes sizes (see `graph.cost`), and shorter by a few bytes
-per tensor, because names that surgery makes longer and offsets of tensors are bounded, not computed.
+`FileSize` computes an upper bound for any layout, without extracting the network or writing a file. The real file
+is a few bytes per tensor shorter, because the lengths of tensor names and offsets are bounded, not computed. It is
+longer only if the model's own code fixes sizes (see `graph.cost`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ FORMAT = "sbf-pruner network 1"
 _INSERTED = len("module.")  # surgery may insert this into the name of a tensor
 _DTYPE = len("F8_E4M3")  # the longest name of a dtype in safetensors
 _ALIGNED = 8
-_ANY = "0" * 16  # placeholder for a wiring, as long as any
+_ANY = "0" * 16  # placeholder for the hash that `wiring` returns, of the same length
 _EXTRA = "_extra_state"  # key of a module's extra state in a state dict
 
 
 def header(plans: Sequence[Plan], inputs: Any, wired: str) -> dict[str, Any]:
-    """Build the header of the file: every plan in turn, the form of the example inputs, and the wiring."""
+    """Build the header of the file: all plans in order, shapes and dtypes of the example inputs, `wiring` hash."""
     return {
         "format": FORMAT,
         "plans": [{name: list(kept) for name, kept in plan.keep.items()} for plan in plans],
@@ -40,7 +40,7 @@ def header(plans: Sequence[Plan], inputs: Any, wired: str) -> dict[str, Any]:
 
 
 def wiring(network: nn.Module) -> str:
-    """Hash how the channels of a network are connected; networks with equal tensors may differ in this.
+    """Return a hash of all Remap and Zeros modules, in which networks with equal tensors may differ.
 
     >>> kept = [wiring(nn.Sequential(Remap(source))) for source in ([0, -1, 1], [0, 1, -1], [0, -1, 1])]
     >>> [kept[0] == other for other in kept]
@@ -55,7 +55,7 @@ def wiring(network: nn.Module) -> str:
 
 
 def state_tensors(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
-    """Return the state dict of a network; a PruningError if it holds anything that is not a tensor."""
+    """Return the state dict of a network; raise a PruningError if a value is not a tensor."""
     state: dict[str, Any] = model.state_dict(keep_vars=keep_vars)
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -74,7 +74,7 @@ def contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def saved_bytes(model: nn.Module, inputs: Any, plan: Plan) -> int:
-    """Return the exact size of the weight file if `model` were what `plan` leaves."""
+    """Return the exact size of the weight file of `model`, as if it had been extracted with `plan`."""
     return stored_bytes(state_tensors(model), header((plan,), inputs, _ANY))
 
 
@@ -106,7 +106,7 @@ class FileSize:
             if name not in traced and name not in self._shared
         }
         self.dense = stored_bytes(*contents(model))
-        """Size with all filters: that of the network itself, whose file holds no new plan."""
+        """File size of the dense network, whose header holds no new plan."""
 
     def bytes(self, laid: LaidOut, tensors: int) -> int:
         """Return an upper bound on the size of the file if the tensors that can be pruned take `tensors` bytes."""

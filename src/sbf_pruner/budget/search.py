@@ -1,9 +1,10 @@
 """Search for the filters with the highest scores that fit a budget.
 
-No limit is broken, and either one has at most `TOLERANCE` of room left or no further filter fits, not even with
-fewer of those that it makes live again. (For a layer without filters only the best few are tried; for a latency,
-which rises in steps, only wider layers.) If one of several limits would waste the others, the ranking is tilted
-towards filters that cost little of what is scarce, no further than needed.
+The result exceeds no limit. Either one limit is used up to `TOLERANCE`, or no further filter fits, not even without
+some of the dead filters that it would make live. (Of a layer without filters only the best few are tried. Under a
+latency limit, filters are not tried singly, because latency rises in steps.) If one limit is used up and leaves
+another unused, filters that cost little of the scarce resource are preferred, no more than needed: scores are
+divided by a power of the cost ratio, whose exponent is called tilt.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Filters = NDArray[np.intp]  # indices into the flat array of all filters
 Costed = tuple[Masks, Usage]  # a completed selection, and its cost
 
 STEPS = (16, 8, 1)  # a layer is widened to the next multiple of one of these
-_TILTS = 5  # bisection steps for the tilt
-_TRIES = 3  # attempts for a layer without filters: each of its filters would revive the same branch
+_TILTS = 5  # bisection steps for the tilt (see above)
+_TRIES = 3  # attempts for a layer without filters: each of its filters would make the same branch live
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,10 @@ class Selection:
 class Search:
     """Search for the best selection of filters within limits.
 
-    The filters of all layers are numbered in one flat array. `complete` adds what a network must not lose, before
-    every count; `count` returns the cost of a selection, and `prices` has the cost of one filter of each layer for
-    every resource. `smallest` is a selection within the limits, to start from if the layers that keep the network
-    connected, chosen by score, already exceed them. `living` returns the live filters of a selection; the dead ones
-    cost nothing yet.
+    The filters of all layers are numbered in one flat array. `complete` adds the filters that connectivity and
+    constraints require, before every count. `count` returns the cost of a selection, and `prices` has the cost of
+    one filter of each layer for every resource. The search starts from `smallest` if the required filters, chosen
+    by score, already exceed the limits. `living` returns the live filters of a selection; dead ones cost nothing.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Search:
         self.sizes = {name: len(values) for name, values in scores.items()}
         self.scores = np.concatenate(list(scores.values()))
         self.layers = np.repeat(np.array(list(scores), object), list(self.sizes.values()))  # layer of each filter
-        # Breaks ties so that every layer gives up the same fraction, instead of the last layers all they have.
+        # Breaks ties of scores, so that every layer loses the same fraction, instead of the last layers losing all.
         self._turns = np.concatenate([np.arange(n) / n for n in self.sizes.values()])
 
     def best(self, *, widen: bool = True) -> Selection:
         """Return the filters with the highest scores that the limits allow.
 
-        With `widen`, layers are then widened as far as a limit on latency allows.
+        If `widen` is true and the latency is limited, layers are then widened as far as the limits allow.
         """
         found = self._tilted()
         return self._widened(found) if widen and "latency" in self.limits.most else found
@@ -91,17 +91,17 @@ class Search:
 
     @cached_property
     def _whole(self) -> Costed:
-        """All filters."""
+        """The selection of all filters, with its cost."""
         return self._costed(np.ones(len(self.scores), bool))
 
     @cached_property
     def _start(self) -> tuple[Mask, Costed]:
-        """The flat selection to add filters to, and the same completed: nothing, or else the smallest network."""
+        """The flat selection that filters are added to, and its completion: empty or, if too large, `smallest`."""
         start = np.zeros(len(self.scores), bool)
         found = self._costed(start)
         if not self.limits.hold(found[1]) and self.smallest is not None:
-            # Layers that are added may have their best filters in different channels, and the path with the best
-            # filters may be a wide one.
+            # The completion chosen by score can be too large: layers that are added together may have their best
+            # filters in different channels, and the path with the best filters may be a wide one.
             start = self.flat(self.smallest)
             found = self._costed(start)
         if not self.limits.hold(found[1]):
@@ -111,7 +111,7 @@ class Search:
         return start, found
 
     def _tilted(self) -> Selection:
-        """Keep as many filters as fit, with a tilted ranking where one of several limits would waste the others."""
+        """Keep as many filters as fit; use a tilted ranking if one limit is used up and leaves another unused."""
         found = self._ranked(self.scores)
         room = self.limits.room(found.usage)
         scarce, plenty = min(room, key=room.__getitem__), max(room, key=room.__getitem__)
@@ -128,13 +128,13 @@ class Search:
             if left[plenty] < room[plenty] and left[scarce] <= TOLERANCE:
                 found, room = tried, left
             if left[plenty] <= TOLERANCE:
-                most = tilt  # enough; a smaller tilt may be, too
+                most = tilt  # This tilt is enough; try a smaller one.
             else:
                 least = tilt
         return found
 
     def _price_ratios(self, scarce: str, plenty: str) -> Values | None:
-        """Return what each filter costs of one resource relative to another, scaled to a median of 1, if known."""
+        """Return the cost of each filter in `scarce` over that in `plenty`, with a median of 1; None if unknown."""
         if scarce not in self.prices or plenty not in self.prices:
             return None
         pairs = [(self.prices[scarce].get(name, 0.0), self.prices[plenty].get(name, 0.0)) for name in self.sizes]
@@ -145,7 +145,7 @@ class Search:
         return np.repeat(ratios, list(self.sizes.values()))
 
     def _ranked(self, keys: Values) -> Selection:
-        """Keep as many filters as fit, the highest keys first, and then every other one that still fits."""
+        """Keep as many filters as fit, highest keys first; unless latency is limited, add later ones that fit."""
         if self.limits.hold(self._whole[1]):
             return Selection(*self._whole, float(self.scores.min()))
         order = np.lexsort((self._turns, -keys))
@@ -157,9 +157,9 @@ class Search:
         return Selection(*found, float(self.scores[order[count]]))
 
     def _most_that_fit(self, start: Mask, order: Filters, least: int = 0) -> tuple[int, Costed | None]:
-        """Bisect for the largest number of filters, less than all, that fits if added to `start` in this order.
+        """Bisect for the longest proper prefix of `order` that fits if added to `start`.
 
-        Returns `least` and None if no larger number fits.
+        Returns its length and the completed selection, or `least` and None if no longer prefix fits.
         """
         found, most = None, len(order)
         while most - least > 1:
@@ -172,9 +172,9 @@ class Search:
         return least, found
 
     def _filled_up(self, found: Costed, order: Filters, count: int) -> Costed:
-        """Add every further filter that fits, either as it is or with fewer of those that it makes live again."""
+        """Add every further filter that fits, if need be without some of the dead filters that it makes live."""
         found = self._add_fitting(found, order[count:])
-        for _ in self.sizes:  # an upper bound: a branch that comes back in part leaves little room
+        for _ in self.sizes:  # an upper bound: a partly restored branch nearly uses up a limit
             if self._full(found[1]) or (more := self._revive_in_part(found[0], order)) is None:
                 break
             found = self._add_fitting(more, order)
@@ -184,9 +184,9 @@ class Search:
         return min(self.limits.room(usage).values()) <= TOLERANCE
 
     def _add_fitting(self, found: Costed, best_first: Filters) -> Costed:
-        """Add further filters that fit, best first, until a limit has less than `TOLERANCE` of room.
+        """Add further filters that fit, highest score first, until a limit is used up to `TOLERANCE`.
 
-        Where a filter does not fit because a whole branch would come back with it, hundreds behind it often do.
+        If a filter does not fit because it would make a whole branch live, hundreds of later filters often do fit.
         Filters are therefore added in steps that double while all of them fit, with the same result as one by one.
         """
         step, refused = 1, Counter[str]()
@@ -211,17 +211,17 @@ class Search:
         return found
 
     def _revive_in_part(self, masks: Masks, best_first: Filters) -> Costed | None:
-        """Add an absent filter that fits with fewer of the filters that it makes live again; None if there is none.
+        """Add an absent filter that fits without some of the dead filters that it makes live; None if none does.
 
-        Selected filters are dead while all that they feed, or all that feeds them, is removed: for example the
-        first layer of a branch whose last layer is empty. They cost nothing, so they are among those that fit, but
-        the first filter that reopens the branch makes a whole layer live, or several.
+        Selected filters are dead if everything that they read, or everything that reads them, is removed: for
+        example the first layer of a branch whose last layer is empty. Dead filters cost nothing, so they fit and
+        are selected, but the first filter that reconnects the branch makes one or several whole layers live.
         """
         selected = self.flat(masks)
         dead = selected & ~self.flat(self.living(masks))
         if not dead.any():
             return None
-        best: dict[str, int] = {}  # one filter per layer, because all filters of a layer revive the same ones
+        best: dict[str, int] = {}  # one filter per layer: all filters of a layer make the same filters live
         for absent in best_first[~selected[best_first]]:
             best.setdefault(self.layers[absent], absent)
         for absent in best.values():
@@ -229,7 +229,7 @@ class Search:
             revived = dead & self.flat(self.living(self.masks(chosen)))
             if not revived.any():
                 continue
-            # All of them together do not fit.
+            # All of the filters made live do not fit, so remove them and add back as many as fit.
             turns = self._interleave(best_first[revived[best_first]])
             _, found = self._most_that_fit(_with(chosen, turns, False), turns, least=-1)
             if found is not None and self.flat(self.living(found[0]))[absent]:
@@ -239,7 +239,7 @@ class Search:
     def _interleave(self, best_first: Filters) -> Filters:
         """Interleave the filters of several layers in proportion to how many each has.
 
-        The first filters then form a path through all these layers, even if one of them has all the high scores.
+        A prefix of the result then has filters of all these layers, even if one layer has all the high scores.
         """
         layers = self.layers[best_first]
         sizes, seen = Counter(layers), Counter[str]()
@@ -250,10 +250,10 @@ class Search:
         return best_first[np.argsort(turns, kind="stable")]
 
     def _widened(self, found: Selection) -> Selection:
-        """Widen layers while the limits hold, those with the best absent filters first.
+        """Widen layers while the limits hold, in the order of the highest score among their absent filters.
 
-        Latency rises in steps: most filters cost nothing, and then one costs much. Layers are therefore widened to
-        all their filters or to the next multiples that runtimes favor, not filter by filter.
+        Latency rises in steps: most additional filters cost nothing, and a few cost much. Layers are therefore
+        widened to all their filters or to the next multiple of one of STEPS, not filter by filter.
         """
         masks, usage = found.masks, found.usage
         order = np.argsort(-self.scores, kind="stable")
@@ -266,7 +266,7 @@ class Search:
     def _next_wider(self, masks: Masks, name: str, best_first: Filters) -> Costed | None:
         """Return the selection with one layer widened by the largest step that fits; None if no step does."""
         count, size = int(masks[name].sum()), self.sizes[name]
-        if not count:  # a removed branch can only come back with filters in two layers at once
+        if not count:  # a removed branch needs filters in two layers at once to be live
             return None
         chosen = self.flat(masks)
         best_first = best_first[~chosen[best_first]]
@@ -279,7 +279,7 @@ class Search:
 
 
 def _with(chosen: Mask, filters: Filters | int, value: bool = True) -> Mask:
-    """Return a copy of a selection with these filters added or, with `value=False`, removed."""
+    """Return a copy of a selection with these filters added or, if `value` is false, removed."""
     changed = chosen.copy()
     changed[filters] = value
     return changed

@@ -1,7 +1,7 @@
 """Budgets, and limits on parameters, MACs, file size and latency.
 
-A `Budget` holds fractions or amounts; its `Limits` are amounts, once the cost of the dense network is known. A
-limit is never above the dense network, and limits on the way to a budget are never below it.
+A `Budget` holds fractions or amounts. `Budget.limits` converts them to amounts (`Limits`), given the cost of the
+dense network. A limit is at most that cost, and the limits of an earlier stage of training are at least the budget.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..utils.settings import Section, setting
 
 Usage = Mapping[str, float]  # what a network uses of each resource
 
-MICROSECONDS = 1e6  # per second; latencies are in microseconds, so that none is small enough to be a fraction
+MICROSECONDS = 1e6  # per second; in microseconds no latency is below 1, so numbers up to 1 are fractions
 LATENCY_TOLERANCE = 0.05  # fraction of the target latency by which it may be exceeded without being reported
 TOLERANCE = 0.01  # fraction of the dense network: a limit with no more room than this counts as used up
 
@@ -29,7 +29,7 @@ _TIME = re.compile(f"{_NUMBER}\\s*({'|'.join(_SECONDS)})")
 
 
 def is_missed(target: float, measured: float | None) -> bool:
-    """Return True if a network was measured and takes clearly longer than the target latency."""
+    """Return True if a latency was measured and exceeds its target by more than `LATENCY_TOLERANCE`."""
     return measured is not None and measured > (1 + LATENCY_TOLERANCE) * target
 
 
@@ -38,7 +38,7 @@ RESOURCES = ("params", "macs", "size", "latency")
 
 @dataclass(frozen=True, init=False)
 class Budget(Section):
-    """The most that a network may keep of each resource, as text like on the command line or as a number.
+    """Upper limits on the resources of a network, given as text as on the command line, or as numbers.
 
     Text has a unit: "50%", "60M", "1MB", "5ms". A number up to 1 is a fraction of the dense network, a larger one
     an amount, in microseconds for a latency. The fields hold numbers in either case.
@@ -125,7 +125,7 @@ def _amount(name: str, given: float | str) -> float:
 
 
 def _number(text: str, name: str, value: str) -> float:
-    """Parse the `value` of the target `text`."""
+    """Parse `value`; `text` is the whole target, for error messages."""
     value = value.lower()
     if name == "latency" and (time := _TIME.fullmatch(value)):
         seconds = float(time[1]) * _SECONDS[time[2]]
@@ -170,19 +170,19 @@ class Limits:
         return Limits({n: self.whole[n] + share * (v - self.whole[n]) for n, v in self.most.items()}, self.whole)
 
     def hold(self, usage: Usage) -> bool:
-        """Return True if a network with this usage breaks no limit."""
+        """Return True if a network with this usage exceeds no limit."""
         return all(usage[name] <= value for name, value in self.most.items())
 
     def room(self, usage: Usage) -> dict[str, float]:
-        """Return what is left of each limit as a fraction of the dense network; negative for a broken one."""
+        """Return limit minus usage by resource, as fractions of the dense network; negative above the limit."""
         return {name: (value - usage[name]) / self.whole[name] for name, value in self.most.items()}
 
     def broken(self, usage: Usage) -> list[str]:
-        """Return the names of the limits that a network with this usage breaks."""
+        """Return the names of the resources whose limits a network with this usage exceeds."""
         return [name for name, value in self.most.items() if usage[name] > value]
 
     def told(self, name: str, usage: Usage, up: bool = False) -> str:
-        """Format the amount of a resource, rounded `up` if a target set to that figure has to be reachable.
+        """Format the amount of a resource; if `up` is true, round up, so that it is reachable as a target.
 
         >>> Limits({}, {"macs": 2e6}).told("macs", {"macs": 5e5})
         '500,000 macs (25.0%)'

@@ -1,8 +1,8 @@
-"""Constraints resolved for a channel graph, and how a selection of filters is extended until they hold.
+"""Constraints resolved for a channel graph, and extension of a selection of filters until they hold.
 
-A selection only grows, by the filters with the highest scores, so a connected network stays connected. `Widths`
-applies constraints to the widths that remain after dead filters are removed. These differ from those of the
-selection, because groups and norms fill layers up and filters without live inputs or readers disappear.
+Extension only adds filters, those with the highest scores, so a connected network stays connected. `Widths` applies
+constraints to the widths after dead filters are removed. These differ from the widths of the selection: grouped
+layers and norms keep additional filters, and filters without live inputs or readers are removed.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class ResolvedConstraints:
     groups: tuple[tuple[str, ...], ...] = ()
     """Groups of layers that keep the same filters."""
     links: tuple[Link, ...] = ()
-    """Channels of one group's residual stream that reach another group's."""
+    """Connections of the residual stream of one group to that of another."""
     branches: tuple[tuple[str, ...], ...] = ()
-    """Layers of each residual branch, kept or removed as a whole; a limit may still cut through one branch."""
+    """Layers of each residual branch, kept or removed as a whole; one branch may be cut in part, to fit a limit."""
 
     def level_branches(self, scores: Mapping[str, Values]) -> dict[str, Values]:
-        """Replace the scores of filters that are kept or removed together by their mean."""
+        """Return scores in which filters that are kept or removed together have their mean score."""
         found = dict(scores)
         for group in self.groups:
             found |= dict.fromkeys(group, np.stack([scores[name] for name in group]).mean(axis=0))
         for link in self.links:
-            # Prefer channels that arrive through the link anyway: any other one makes the residual stream wider.
+            # Prefer channels that arrive through the link in any case: others make the residual stream wider.
             arrives, places = np.array(link.places) >= 0, np.array(link.places)
             source, target = (found[self.groups[number][0]] for number in (link.source, link.target))
             raised = np.where(arrives, np.maximum(target, source[places]), target)
             found |= dict.fromkeys(self.groups[link.target], raised)
         for branch in self.branches:
-            # Filters of a branch keep their order, because a limit may be reached in the middle of one branch.
+            # Keep the order of the filters of a branch, because a limit may be reached within the branch.
             mean = np.mean([found[name].mean() for name in branch])
             for name in branch:
                 found[name] = mean + BRANCH_SPREAD * (found[name] - mean)
@@ -98,9 +98,9 @@ class ResolvedConstraints:
 
 
 def resolve(constraints: Constraints | ResolvedConstraints | None, graph: ChannelGraph) -> ResolvedConstraints:
-    """Find the groups, links and branches that `constraints.couple` stands for in a graph, unless resolved already.
+    """Return constraints with the groups, links and branches that `couple` selects in a graph.
 
-    Raises a PruningError if a pattern of the constraints applies to no layer.
+    `ResolvedConstraints` are returned unchanged. Raises a PruningError if a pattern applies to no layer.
     """
     if isinstance(constraints, ResolvedConstraints):
         return constraints
@@ -163,10 +163,10 @@ def _matching(graph: ChannelGraph, pattern: str) -> tuple[str, ...]:
 class Link(NamedTuple):
     """Map from the channels of one group's residual stream to those of another group's.
 
-    `places` holds, for every channel of the stream of group `target`, the filter of group `source` that arrives
-    there, or -1. An example is a shortcut that pads the channels of one stage for the next: channels kept in the
-    first stage are in the next one's stream whether its layers write them or not, so layers that choose them make
-    it no wider.
+    `places` holds, for every channel of the stream of group `target`, the index of the filter of group `source`
+    that arrives there, or -1. An example is a shortcut that pads the channels of one stage with zeros for the next
+    stage. The channels of the earlier stage are part of the later stream even if no later layer writes them, so
+    later layers that keep filters in these channels do not make the stream wider.
     """
 
     source: int
@@ -179,8 +179,8 @@ def stream_links(graph: ChannelGraph, groups: Sequence[Sequence[str]]) -> tuple[
     sums = {number: found for number, group in enumerate(groups) if (found := _stream(graph, group)) is not None}
     arriving = []
     for source, group in enumerate(groups):
-        # Number the filters of the group and propagate the numbers as liveness, one bit per pass: the bits that
-        # reach a channel of another stream spell the number of the filter that arrives there.
+        # Number the filters of the group and propagate the numbers as liveness, one bit per pass. The bits that
+        # reach a channel of another stream form the number of the filter that arrives there.
         numbers = np.arange(1, graph.layers[group[0]].filters + 1)
         read = {target: np.zeros(value.shape[1], int) for target, value in sums.items() if target != source}
         for bit in range(int(numbers[-1]).bit_length()):
@@ -196,7 +196,7 @@ def _by_channel(alive: Mask) -> Mask:
 
 
 def _stream(graph: ChannelGraph, group: Sequence[str]) -> Value | None:
-    """Return the result of the first addition behind a layer of the group, or None if there is none."""
+    """Return the output of the addition that follows a layer of the group; None if no addition does."""
     for name in group:
         value: Value = graph.layers[name].site.edges[0].out
         while True:
@@ -220,7 +220,7 @@ class Widths:
         self._whole = graph.settle({})  # filters that are dead in the dense network are dead in every selection
 
     def extended(self, masks: Masks, scores: Mapping[str, Values]) -> Masks:
-        """Return a selection extended until the constraints hold, or as far as filters can make layers wider."""
+        """Return a selection extended until the constraints hold, or until no filter makes a layer wider."""
         if not self._constraints.settings.limit_widths:
             return self._constraints.complete(masks, scores)
         futile = {name: ~mask for name, mask in self._whole.items()}  # filters that would be dead
@@ -240,7 +240,7 @@ class Widths:
                     grown[name] = alive | more
                 else:
                     stuck.append(name)
-            # Completing a group may only restore filters that are dead in one of its layers: no progress either.
+            # If completing a group only restores filters that are dead in one of its layers, nothing has changed.
             if _same(grown, masks) or (stuck and _same(self._constraints.complete(grown, values), masks)):
                 for name in stuck:
                     if beside := self._beside(name, masks, scores):
@@ -253,10 +253,10 @@ class Widths:
         return masks
 
     def _beside(self, name: str, masks: Masks, scores: Mapping[str, Values]) -> Masks:
-        """Extend the masks of another layer, or else of several, so that more filters of `name` can be live.
+        """Return extended masks of another layer, or else of several, with which more filters of `name` are live.
 
-        This is for layers of which no further filter can be live, because all that they read or all that reads them
-        is dead. Returns the extended masks.
+        Called if no further filter of `name` can be live, because everything that the layer reads, or everything
+        that reads it, is dead. Returns an empty dict if no extension helps.
         """
         masks = masks | {name: self._whole[name]}
         alive = int(self._graph.settle(masks)[name].sum())
@@ -265,7 +265,7 @@ class Widths:
             return int(self._graph.settle(masks | more)[name].sum()) > alive
 
         def fewest(other: str, found: Masks) -> Mask:
-            """Return the best absent filters that suffice beside `found`, as few as possible."""
+            """Return the mask of `other` with the fewest additional filters that suffice together with `found`."""
             order = np.argsort(-scores[other], kind="stable")
             order = order[~masks[other][order]]
 
@@ -294,7 +294,7 @@ class Widths:
 
     @cached_property
     def _needs(self) -> dict[str, set[str]]:
-        """For each layer, the layers without which it has fewer live filters."""
+        """For each layer, the layers whose removal leaves it with fewer live filters."""
         found: dict[str, set[str]] = {name: set() for name in self._whole}
         for name, layer in self._graph.layers.items():
             for other, left in self._graph.settle({name: np.zeros(layer.filters, bool)}).items():
@@ -308,10 +308,10 @@ def _same(one: Masks, other: Masks) -> bool:
 
 
 def _best_absent(present: Mask, count: int, scores: Values, groups: int) -> Mask:
-    """Return the best absent filters to add, none of which has a score of -inf.
+    """Return a mask of the absent filters with the highest scores, except those with a score of -inf.
 
-    These are `count` filters. In a grouped layer with partly filled groups it is one filter for each group that is
-    not empty, because its groups have equal numbers of filters.
+    The mask has `count` filters. In a grouped layer with partly filled groups, it has one filter for each group
+    that is not empty, because all groups of a layer must have equal numbers of filters.
     """
     absent = np.where(present, -np.inf, scores)
     found = np.zeros_like(present)

@@ -1,8 +1,8 @@
 """Pruning criteria other than the package's learned scores: those of the paper's comparison table, and controls.
 
 A criterion computes a score for each filter from a trained network and some images (`Subject`). Limits,
-constraints, removal and fine-tuning are the same for all criteria. This file only lists them, so that a command
-that names one need not import torch.
+constraints, removal and fine-tuning are the same for all criteria. This file only describes the criteria and does
+not import torch, so that commands start quickly.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ class Method:
     """A criterion, its description and its requirements."""
 
     judge: str
-    """file and function in this folder, as file.function; empty if scores are learned"""
+    """module and function in this folder that compute scores, as module.function; empty if scores are learned"""
     said: str
     """what a filter is scored by, in words"""
     across: bool = False
     """True if filters are compared across layers; otherwise all layers lose the same fraction"""
     images: int = 0
-    """number of images that it reads"""
+    """number of images that it needs"""
     soft: bool = False
-    """True if filters are zeroed after every epoch of the cycles and may grow again; otherwise it scores once"""
+    """True if filters are scored and zeroed after every epoch of the cycles but stay trainable; else scored once"""
     after: str = ""
-    """the published method that it is modeled on, if it departs too far from it to bear its name without a note"""
+    """the published method that it is modeled on, if it differs enough from it to need a note; otherwise empty"""
     unlike: str = ""
-    """what is missing for it to be the published method of its name; empty if nothing is"""
+    """differences from the published method of the same name; empty if there are none"""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """recipe settings, if it learns scores in a way of its own; the weights are frozen in all cycles"""
+    """recipe settings for a method that learns scores, with weights frozen in all cycles; otherwise empty"""
 
     @property
     def learned(self) -> bool:
-        """True if scores are learned instead of computed once."""
+        """True if scores are learned instead of computed from a trained network."""
         return bool(self.settings)
 
 

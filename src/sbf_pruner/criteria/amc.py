@@ -1,10 +1,10 @@
 """AMC: an agent chooses the width of each layer by reinforcement learning (He et al., 2018).
 
-The agent walks over the layers; it observes properties of a layer and what was kept before it, and chooses the
-fraction of its filters to keep. Within a layer the filters with the largest weights are kept. The reward is the
-accuracy of the resulting network, and actor and critic learn from all walks so far (DDPG: Lillicrap et al., 2016).
-Every network that is tried has the target size, because it is landed on the target by the very scores that are
-returned if it is the best. This is not AMC as published yet: see `unlike` in `METHODS`.
+In each walk the agent visits all layers in order. It observes properties of a layer and the fractions kept in
+earlier layers, and chooses the fraction of its filters to keep. Within a layer the filters with the largest weights
+are kept. The reward is the accuracy of the resulting network, and actor and critic learn from all walks so far
+(DDPG: Lillicrap et al., 2016). The fractions are converted to scores, from which filters are selected for the
+target, so every network that is tried has the target size. Differences from AMC: see `unlike` in `METHODS`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .subject import Scores, Subject
 from .weights import l1_norm
 
 _WALKS = 60
-_AT_RANDOM = 0.25  # fraction of the walks that are random, before the agent is used
+_AT_RANDOM = 0.25  # fraction of the walks with random actions, which come before those of the agent
 _LEAST = 0.1  # smallest fraction of a layer, before all layers are scaled to the target
 _NOISE = (0.5, 0.05)  # standard deviation of an action in the first walk that uses the agent, and in the last
-_RANDOM = 10.0  # a deviation so large that actions are random
+_RANDOM = 10.0  # a standard deviation so large that truncated actions are nearly uniform
 _HIDDEN = 64
 _SAMPLED = 64  # batch size of the training steps
 _ACTOR_RATE, _CRITIC_RATE = 3e-3, 1e-2
@@ -35,7 +35,7 @@ _ACTOR_RATE, _CRITIC_RATE = 3e-3, 1e-2
 
 @torch.enable_grad()
 def search_widths(subject: Subject) -> Scores:
-    """Return scores that land on the network of the best walk."""
+    """Return the scores that select the filters of the best walk's network for the target."""
     subnets, selector, observed = SubnetEvaluator(subject), target_of(subject), LayerObservations(subject.graph)
     # The rank of a filter in its layer: 1 for the one with the largest weights.
     places = {name: np.argsort(np.argsort(-values, kind="stable")) + 1 for name, values in l1_norm(subject).items()}
@@ -56,7 +56,7 @@ def search_widths(subject: Subject) -> Scores:
         reward = subnets.accuracy(masks)
         if reward > best:
             best, found = reward, scores
-        # The fractions that were really kept count as the actions.
+        # Learn from the fractions kept after selection for the target, not from those that the agent chose.
         kept = [float(masks[name].mean()) for name in places]
         agent.remember([observed.state(kept[:place]) for place in range(len(kept))], kept, reward)
         for _ in kept if walk + 1 >= random_walks else ():
@@ -65,9 +65,9 @@ def search_widths(subject: Subject) -> Scores:
 
 
 def scores_for_fractions(parts: Mapping[str, float], places: Mapping[str, NDArray[np.int64]]) -> Scores:
-    """Return scores that are at least 1 in the chosen fraction of each layer.
+    """Return scores with which a threshold of 1 keeps the chosen fraction of the filters of each layer.
 
-    Any other threshold keeps fractions in the same ratio.
+    Any other threshold keeps fractions in the same ratio. `places` are the ranks of the filters, from 1.
 
     >>> {name: values.round(2).tolist() for name, values in scores_for_fractions(
     ...     {"a": 0.5, "b": 0.25}, {"a": np.array([1, 2, 3, 4]), "b": np.array([2, 1, 4, 3])}
@@ -78,7 +78,7 @@ def scores_for_fractions(parts: Mapping[str, float], places: Mapping[str, NDArra
 
 
 class LayerObservations:
-    """The observations of the agent on its way over all layers."""
+    """The observations of the agent at each layer."""
 
     def __init__(self, graph: ChannelGraph) -> None:
         rows = np.array([_described(layer) for layer in graph.layers.values()], np.float64)
@@ -93,7 +93,7 @@ class LayerObservations:
         """Return the observation at the layer after those in `kept`, the fractions kept so far.
 
         It consists of the properties of the layer, the fraction of all MACs removed so far, and the last fraction
-        kept. MACs are estimated as if each layer read the output of the one before it.
+        kept. MACs are estimated as if each layer read the output of the previous one.
         """
         place, last = len(kept), kept[-1] if kept else 1.0
         left = self._macs[:place] * kept * np.array([1.0, *kept])[:place]
@@ -101,7 +101,7 @@ class LayerObservations:
 
 
 def _described(layer: Layer) -> tuple[float, ...]:
-    """Filters, input channels, pixels, stride, kernel size and MACs of a layer."""
+    """Return the numbers of filters, input channels and input pixels, stride, kernel size and MACs of a layer."""
     node = layer.nodes[0]
     read, made = (math.prod(value.shape[2:]) for value in (node.x, node.out))
     weights = math.prod(node.weight.shape)
@@ -126,7 +126,7 @@ class Agent:
     def act(self, state: Tensor, noise: float = 0.0) -> float:
         """Return the fraction of a layer to keep.
 
-        With `noise` it is drawn from a normal distribution that is truncated to valid fractions.
+        If `noise` is not 0, the fraction is drawn from a truncated normal distribution of this deviation.
         """
         action = self._action(state)
         if noise:

@@ -1,10 +1,10 @@
-"""DCP: the order in which an emptied layer takes back its input channels (Zhuang et al., 2018).
+"""DCP: the order in which input channels are added back to an emptied layer (Zhuang et al., 2018).
 
 For each layer, a linear classifier is fitted to the outputs of the layer. Then all weights of the layer are set to
-zero, and round by round those channels are added whose weights have the largest gradient of a joint loss: the error
-in reconstructing the output, plus the classification loss. The weights of the channels added so far are refitted
-before the next round, so that a channel adds nothing where another one does the same. The score of a filter is its
-place in that order.
+zero. In each round, those channels are added whose weights have the largest gradient of a joint loss: the error in
+reconstructing the output, plus the classification loss. The weights of the channels added so far are refitted
+before the next round, so a channel that is redundant with them has a small gradient. The earlier the channel of a
+filter is added, the higher is the filter's score.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Loss = Callable[[Tensor], Tensor]
 
 
 def reselection_order(subject: Subject) -> Scores:
-    """Score filters by how early they are taken back, averaged over all layers that read them.
+    """Score filters by how early their channels are added back, averaged over all layers that read them.
 
-    A filter without a known reader is kept: its score is 1.
+    A filter for which no layer that reads it is found has the highest score, 1.
     """
     names = {node.layer for node in readers(subject.graph)}
     modules = {name: module for name, module in conv_and_linear(subject.model).items() if name in names}
@@ -65,9 +65,9 @@ def reselection_order(subject: Subject) -> Scores:
 def selection(windows: Tensor, weight: Tensor, shares: Tensor | None) -> NDArray[np.int64]:
     """Return the channels of a layer in the order in which they are added.
 
-    `windows` has shape (positions, images, groups, channels, taps), `weight` (groups, outputs, channels, taps).
-    `shares` (images, classes) says how much of each image belongs to each class; without it only the reconstruction
-    counts.
+    `windows` has shape `(positions, images, groups, channels, taps)`, `weight` `(groups, outputs, channels, taps)`.
+    `shares`, of shape `(images, classes)`, holds the fraction of each image that belongs to each class; if it is
+    None, the loss is the reconstruction error alone.
 
     >>> windows = torch.tensor([[1.0, 0.9, 0.0], [-1.0, -0.9, 0.1], [2.0, 1.8, -0.1]])  # two say the same
     >>> selection(windows.view(1, 3, 1, 3, 1), torch.tensor([[[[1.0], [1.0], [1.0]]]]), None)
@@ -110,7 +110,7 @@ def selection(windows: Tensor, weight: Tensor, shares: Tensor | None) -> NDArray
             return np.array(order)
         added.view(-1)[best] = True
         free = added.repeat_interleave(taps, 1)
-        used = free.any(0)  # Skip the inputs that are still out in all groups.
+        used = free.any(0)  # Skip the inputs that are added in no group so far.
         loss = partial(joint, inputs[..., used])
         current[:, used] = _minimized(loss, current[:, used], _STEPS, free[:, used, None])
 
@@ -168,7 +168,7 @@ def _memory_groups(modules: Mapping[str, ConvOrLinear], images: int) -> Iterator
 def _sample_inputs(
     subject: Subject, modules: Mapping[str, ConvOrLinear]
 ) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
-    """Sample windows of the input of each layer; return them, the weights applied to them, and the class shares."""
+    """Return, for each layer, sampled windows of its input, the weights applied to them, and the class shares."""
     # The positions sampled in a layer do not depend on the other layers in the group.
     random = {name: np.random.default_rng([subject.seed, *name.encode()]) for name in modules}
     windows: dict[str, list[Tensor]] = defaultdict(list)
@@ -176,7 +176,7 @@ def _sample_inputs(
     weights: dict[str, Tensor] = {}
     count = 1 + max((int(labels.max()) for _, labels in subject.batches), default=0)
     for images, labels in subject.batches:
-        # If every position has a label, an image belongs to several classes in part.
+        # If labels are given per position, the share of a class is the fraction of positions with its label.
         shares = F.one_hot(labels.reshape(len(labels), -1), count).double().mean(1)
 
         def see(name: str, inputs: Tensor, shares: Tensor = shares) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .subject import Scores, Subject, chunks
 
-_STEP = 0.4  # of the integral below, in log u: its error falls as exp(-pi^2 / step), whatever the values
+_STEP = 0.4  # integration step in log u, in `lost_without`; the error is about exp(-pi^2 / step) for all values
 _POINTS = np.arange(-24, 10, _STEP)
 
 
@@ -33,7 +33,7 @@ def rank(subject: Subject) -> Scores:
 
 
 def independence(subject: Subject) -> Scores:
-    """Score filters by what the nuclear norm of the layer's maps loses without them (CHIP: Sui et al., 2021)."""
+    """Score filters by the decrease of the nuclear norm of a layer's maps without them (CHIP: Sui et al. 2021)."""
     return _mean(subject, lambda maps: lost_without(maps.reshape(*maps.shape[:2], -1).double()))
 
 
@@ -47,8 +47,8 @@ def lost_without(rows: Tensor) -> Tensor:
 
         -1/pi * integral over u from 0 to infinity of log(1 - sum of p l / (l + u^2))
 
-    so one decomposition and a matrix product suffice for all rows. Because squares are decomposed, the result is
-    exact to about 1e-8 of the largest singular value, which is the precision of maps in float32.
+    so one decomposition and a matrix product suffice for all rows. Because eigenvalues are squared singular values,
+    the result is exact to about 1e-8 of the largest singular value, which is the precision of maps in float32.
 
     >>> lost_without(torch.tensor([[[3.0, 0.0], [0.0, 4.0]]], dtype=torch.float64)).round(decimals=4)
     tensor([[3., 4.]], dtype=torch.float64)

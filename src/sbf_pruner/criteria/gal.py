@@ -1,7 +1,7 @@
 """Modeled on GAL: soft masks driven to zero against a discriminator (Lin et al., 2019).
 
 Each filter has a mask, a factor that starts at 1; the weights are frozen. A discriminator learns to distinguish the
-outputs of the masked network from those of the whole one. The masks are trained to deceive it and to reproduce the
+outputs of the masked network from those without masks. The masks are trained to deceive it and to reproduce the
 outputs, under a growing penalty on their sum, by accelerated proximal steps (FISTA: Beck and Teboulle, 2009). The
 score of a filter is the mean of its mask over all steps. No labels are used.
 """
@@ -22,14 +22,14 @@ from ..utils.user_model import call
 from .subject import Scores, Subject
 
 _STEPS = 100
-# Weight of the mean mask at first and at last; losing all information in the outputs costs 1/2
+# Penalty per mean mask in the first and in the last step; outputs without any information have a loss of 1/2
 _PENALTY = (0.3, 10.0)
-_TRIALS = 30  # step lengths to try, each half of the last
+_TRIALS = 30  # step lengths to try, each half of the previous one
 _LONGER = 0.9  # factor on the curvature assumed for the next step, as the loss may be flatter there
 _ROUNDING = 1e-6
 _HIDDEN = (128, 256, 128)  # layer widths of the discriminator
 _RATE = 1e-3  # learning rate of the discriminator
-_WIDEST = 4096  # outputs per sample that the discriminator reads
+_WIDEST = 4096  # largest number of outputs per sample that the discriminator reads
 
 
 def mask_persistence(subject: Subject) -> Scores:
@@ -71,7 +71,7 @@ class Fista:
         self.momentum, self.curvature = 1.0, 1.0 / len(start)
 
     def step(self, loss: Callable[[Tensor], Tensor], penalty: float) -> None:
-        """Take one step; the last evaluation of `loss` is at the point where it ends."""
+        """Take one step; the last evaluation of `loss` is at the new values."""
         with torch.enable_grad():
             ahead = self.ahead.detach().requires_grad_()
             here = loss(ahead)
@@ -93,7 +93,7 @@ class Fista:
 
 
 class _Masked:
-    """The network with a factor on each filter, and its normalized outputs without them."""
+    """The network with its filters multiplied by masks; `rows` holds its normalized outputs without masks."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -126,7 +126,7 @@ class _Masked:
 
 
 class _Discriminator:
-    """Distinguishes outputs of the whole network (logits above 0) from those of the masked one."""
+    """Distinguishes outputs of the network without masks (logits above 0) from those with masks."""
 
     def __init__(self, rows: Tensor, seed: int) -> None:
         random = torch.Generator().manual_seed(seed)  # Drawn on the CPU, so that it is the same on every device.
@@ -143,9 +143,9 @@ class _Discriminator:
         return (rows @ last[0] + last[1])[:, 0]
 
     def learn(self, real: Tensor, fake: Tensor) -> None:
-        """Take one step.
+        """Take one training step.
 
-        The last term, which labels fake outputs as real as well, keeps the discriminator from winning at once.
+        The last term of the loss, which labels fake outputs as real, prevents early perfect discrimination.
         """
         with torch.enable_grad():
             loss = F.softplus(-self(real)) + F.softplus(self(fake)) + F.softplus(-self(fake))

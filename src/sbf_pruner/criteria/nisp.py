@@ -21,13 +21,13 @@ from ..utils.user_model import call, map_tensors, real_copy
 from .subject import Scores, Subject, readers
 
 _MIXING = 0.5  # weight of the deviation of two features against their lack of correlation
-_REACH = 0.9  # fraction of the largest factor with which the sum over all paths is finite
+_REACH = 0.9  # factor per step of a path, as a fraction of the largest for which the sum over all paths is finite
 _ABOVE = 1e-150  # an input so small that no activation saturates, however deep
 _CENTRING = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def propagated(subject: Subject) -> Scores:
-    """Score filters by their importance relative to the mean of their layer, as depth alone changes its scale."""
+    """Score filters by importance, divided by its mean over the layer, because its scale depends on the depth."""
     last, features = _last_features(subject)
     importance = infinite_selection(features)
     model = _absolute(subject.model)
@@ -54,7 +54,7 @@ def propagated(subject: Subject) -> Scores:
 
 
 def infinite_selection(features: Tensor) -> Tensor:
-    """Return the energy of all paths through each feature, for features of shape (samples, features).
+    """Return the energy of all paths through each feature, for features of shape `(samples, features)`.
 
     The weight between two features grows with the larger of their deviations and falls with their rank correlation.
 
@@ -86,7 +86,7 @@ def _ranks(rows: Tensor) -> Tensor:
 
 
 def _last_features(subject: Subject) -> tuple[str, Tensor]:
-    """Return the name of the last layer that the network calls, and its inputs as images by channels."""
+    """Return the name of the last layer that the network calls, and its inputs of shape `(images, channels)`."""
     names = [node.layer for node in readers(subject.graph)]
     kept: dict[str, list[Tensor]] = defaultdict(list)
 
@@ -103,7 +103,7 @@ def _last_features(subject: Subject) -> tuple[str, Tensor]:
 
 
 def _by_channel(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
-    """Average the inputs of a layer over all positions: samples by channels."""
+    """Return the inputs of a layer averaged over all positions, of shape `(samples, channels)`."""
     if isinstance(model.get_submodule(name), nn.Linear):  # A linear layer reads the last dimension.
         inputs = inputs.movedim(-1, 1) if inputs.dim() > 2 else inputs
     return inputs.flatten(2).mean(2) if inputs.dim() > 2 else inputs
@@ -134,7 +134,7 @@ def _absolute(model: nn.Module) -> nn.Module:
 
 
 def _scaled(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Forward of a norm without its normalization, which would subtract the mean: only the scale is applied."""
+    """Apply only the scale of a norm; its normalization would subtract the mean."""
     weight: Tensor | None = getattr(module, "weight", None)
     if weight is None:
         return inputs

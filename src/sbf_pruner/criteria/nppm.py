@@ -32,7 +32,7 @@ _LEARNED = 4  # steps of the predictor per step of the gates
 
 @torch.enable_grad()
 def learned_gates(subject: Subject) -> Scores:
-    """Score filters by the learned logit of their gate: above 0 it is open more often than closed."""
+    """Score filters by the learned logit of their gate; a gate with a logit above 0 is open more often than not."""
     masked, random = SubnetEvaluator(subject), np.random.default_rng(subject.seed)
     spans, count = masked.gates.spans, len(masked.gates.soft)
     values = torch.full((count,), _OPEN, dtype=torch.float64, requires_grad=True)
@@ -61,7 +61,7 @@ class CostPenalty:
         self._prices = selector.prices
 
     def slope(self, keep: Mapping[str, Mask]) -> dict[str, float]:
-        """Return the derivative of the penalty by one filter of each layer, which is 0 where the target is met."""
+        """Return the derivative of the penalty with respect to a filter of each layer; 0 if the target is met."""
         selector, limits = self._selector, self._selector.limits
         assert limits is not None
         self._steps += 1
@@ -84,7 +84,7 @@ class Predictor:
         self.memory: list[tuple[Tensor, float]] = []
 
     def remember(self, gates: Tensor, accuracy: float) -> None:
-        """Store the accuracy of a sub-network; if the memory is full, in place of the most similar one."""
+        """Store the accuracy of a sub-network; if the memory is full, replace the most similar one."""
         if len(self.memory) < _REMEMBERED:
             self.memory.append((gates, accuracy))
         else:
@@ -106,6 +106,6 @@ class Predictor:
         return accuracies
 
     def slope(self, gates: Tensor) -> Tensor:
-        """Return the gradient of the predicted accuracy of a sub-network by its gates."""
+        """Return the gradient of the predicted accuracy of a sub-network with respect to its gates."""
         gates = gates.clone().requires_grad_()
         return torch.autograd.grad(self.predict(gates), gates)[0]

@@ -1,8 +1,8 @@
 """PFP: the largest contribution of a filter to any output of the layers that read it (Liebenwein et al., 2020).
 
-The contribution of a channel to an output is divided by that of all channels, in absolute values. The score,
-between 0 and 1, is the maximum over all outputs, and over a small sample of images and of positions in them. This
-is not PFP as published yet: see `unlike` in `METHODS`.
+The absolute contribution of a channel to an output is divided by the sum over all channels. The score, between 0
+and 1, is the maximum over all outputs, and over a small sample of images and of positions in them. Differences from
+PFP: see `unlike` in `METHODS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _POSITIONS = 8  # sampled per batch
 def largest_part(subject: Subject) -> Scores:
     """Score filters by their largest relative contribution.
 
-    A filter without a known reader is kept: its score is 1.
+    A filter for which no layer that reads it is found has the highest score, 1.
     """
     random = np.random.default_rng(subject.seed)
     parts: dict[str, Tensor] = {}  # for each reader, the largest contribution of every input channel
@@ -40,7 +40,7 @@ def largest_part(subject: Subject) -> Scores:
 def part_of_each(inputs: Tensor, weight: Tensor) -> Tensor:
     """Return the largest relative contribution of each input channel to any output.
 
-    `inputs` has shape (samples, groups, channels, taps) and `weight` (groups, outputs, channels, taps).
+    `inputs` has shape `(samples, groups, channels, taps)` and `weight` `(groups, outputs, channels, taps)`.
 
     >>> part_of_each(torch.tensor([[[[1.0], [-3.0]]]]), torch.tensor([[[[1.0], [1.0]], [[6.0], [2.0]]]]))
     tensor([0.5000, 0.7500])

@@ -102,7 +102,7 @@ def rank_by(pruner: Pruner, name: str, batches: Iterable[Batch] = (), seed: int 
 
 
 def check_method(name: str, subject: Subject) -> None:
-    """Raise the PruningError now that a method would raise for this network later in the run."""
+    """Score a network once, so that a method that cannot score it raises its PruningError before training."""
     if METHODS[name].learned:
         return
     ranked(name, subject)
@@ -127,14 +127,14 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _places(values: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Return ranks scaled to (0, 1]; of equal values, the first ranks highest."""
+    """Return ranks scaled to (0, 1]; of equal values, the one with the lowest index ranks highest."""
     places = np.empty(len(values))
     places[np.argsort(-values, kind="stable")] = np.arange(len(values), 0, -1) / len(values)
     return places
 
 
 def target_of(subject: Subject) -> Selector:
-    """Return the target of a subject; without one, half of the MACs, or the fewest reachable if that is more."""
+    """Return the selector of a subject; if it has no budget, one for half of the MACs or the fewest possible."""
     if subject.selector is not None and subject.selector.limits is not None:
         return subject.selector
     selector = Selector(subject.graph, Budget(macs=0.5), refuse=False)
@@ -151,14 +151,14 @@ class SubnetEvaluator:
         self._model = real_copy(subject.model).eval().requires_grad_(False)
         filters = {name: layer.filters for name, layer in self._graph.layers.items()}
         self.gates = Gates(self._model, self._graph.sites, filters)
-        # A norm may be unable to compute statistics from a single image.
+        # A norm may be unable to compute statistics from a single image, so leave out batches of one image.
         self.batches = [batch for batch in subject.batches if len(batch[1]) > 1] or list(subject.batches)
 
     def accuracy(self, keep: Mapping[str, Mask]) -> float:
         """Return the fraction of all images that a choice of filters classifies correctly.
 
-        Norms take their statistics from these images: with those of the whole network and untrained weights,
-        sub-networks are hardly better than chance, and hardly differ.
+        Batch statistics are recomputed from these images. With the statistics of the dense network and without
+        fine-tuning, the accuracy of all sub-networks would be close to chance.
         """
         _, flow = self._graph.settled(keep)
         self.gates.set_hard([site.open(flow) for site in self._graph.sites])
@@ -169,7 +169,7 @@ class SubnetEvaluator:
         return right / sum(labels.numel() for _, labels in self.batches)
 
     def accuracy_and_gradient(self, gates: Tensor, batch: Batch) -> tuple[float, Tensor]:
-        """Return the accuracy on a batch with these gates, one per filter, and the gradient of the loss by them."""
+        """Return the accuracy on a batch with one gate per filter, and the gradient of the loss by the gates."""
         soft = self.gates.soft.copy_(gates).requires_grad_()
         self.gates.mode = "soft"
         outputs = self._outputs(batch)
@@ -188,7 +188,7 @@ class SubnetEvaluator:
 
 
 def _hits(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return True where the largest of the logits is that of the label.
+    """Return a boolean tensor that is True where the largest logit is that of the label.
 
     >>> _hits(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     tensor([ True, False])

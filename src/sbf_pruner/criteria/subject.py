@@ -1,10 +1,10 @@
 """What criteria read from a trained network: weights, outputs and inputs of layers, and derivatives of the loss.
 
 The model is in evaluation mode and stays unchanged, except for `Subject.empty`. The output of a layer is taken
-where its gate would be: after the norm, and before an addition merges it with others. `read_filters` finds which
-filter each input channel of a later layer is; a channel made of several filters of one layer counts as none of
-them. `sample_window` samples what a convolution or linear layer reads for one output position, in the shape
-samples, groups, channels, taps: for every kind of layer, the output is a sum of products over channels and taps.
+where its gate would be: after the norm, and before an addition merges it with others. `read_filters` finds the
+filter that produces each input channel of a later layer; a channel that depends on several filters of one layer has
+none. `sample_window` samples what a convolution or linear layer reads for one output position, with shape
+`(samples, groups, channels, taps)`. For every kind of layer, the output is a sum over channels and taps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Observer = Callable[[str, Tensor], Tensor | None]  # called with the name of a l
 
 @dataclass(frozen=True)
 class Subject:
-    """A network to score, and what a criterion may use to do so."""
+    """A network to score, with its channel graph, images and target for the criteria."""
 
     model: nn.Module
     graph: ChannelGraph
@@ -49,7 +49,7 @@ class Subject:
     """the target, for criteria that need it"""
 
     def rows(self, name: str) -> Tensor:
-        """Return the weights of a layer as it uses them, in float64, with one row per filter."""
+        """Return the effective weights of a layer in float64, of shape `(filters, weights per filter)`."""
         weight = self._by_group(name, self._used(name))
         return weight.reshape(self.graph.layers[name].filters, -1).double()
 
@@ -67,7 +67,7 @@ class Subject:
 
     @torch.no_grad()
     def empty(self, keep: Mapping[str, Mask]) -> None:
-        """Zero the weights of all filters that are not in `keep`, in place; training may let them grow again."""
+        """Zero the weights of all filters that are not in `keep`, in place; they can be trained again."""
         self.check_stored()
         for name, mask in keep.items():
             weight = self._by_group(name, self._stored(name))
@@ -79,7 +79,7 @@ class Subject:
         return tensors[self.graph.layers[name].weight].detach()
 
     def _used(self, name: str) -> Tensor:
-        """Return the weight that a module computes from the stored one (weight_norm), or else the stored one."""
+        """Return the weight that a module computes (weight_norm), or the stored one if it computes none."""
         stored, module = self._stored(name), dict(self.model.named_modules()).get(name)
         if module is None or self.graph.layers[name].nodes[0].stored:
             return stored
@@ -88,14 +88,14 @@ class Subject:
         return used.detach() if isinstance(used, Tensor) and used.shape == stored.shape else stored
 
     def _by_group(self, name: str, weight: Tensor) -> Tensor:
-        """Return a view of a layer's weights as groups, filters of the group, and the weights of each."""
+        """Return a view of a layer's weights of shape `(groups, filters per group, *dimensions of one filter)`."""
         layer = self.graph.layers[name]
-        if layer.nodes[0].transposed:  # Stored as inputs, then the filters of one group.
+        if layer.nodes[0].transposed:  # Stored as `(input channels, filters per group, *kernel)`.
             return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2)
         return weight.movedim(layer.nodes[0].out_axis, 0).unflatten(0, (layer.groups, -1))
 
     def watched(self, see: Observer) -> ExitStack:
-        """Call `see` with the output of every layer, at each call until the returned context ends.
+        """Register hooks that call `see` with the output of every layer; the returned context removes them.
 
         A tensor that `see` returns replaces the output.
         """
@@ -109,7 +109,7 @@ class Subject:
         return hooks
 
     def reading(self, names: Iterable[str], see: Observer) -> ExitStack:
-        """Call `see` with the input of the named layers that are modules, at each call until the context ends."""
+        """Register hooks that call `see` with the input of the named modules; the returned context removes them."""
         modules, hooks = dict(self.model.named_modules()), ExitStack()
         for name in modules.keys() & names:
 
@@ -120,11 +120,11 @@ class Subject:
         return hooks
 
     def filters_second(self, name: str, output: Tensor) -> Tensor:
-        """Return the output of a layer with its filters in the second dimension, after the samples."""
+        """Return the output of a layer with its filters moved to dimension 1, `(samples, filters, ...)`."""
         return output.movedim(self.graph.layers[name].site.dim, 1)
 
     def per_filter(self, name: str, output: Tensor) -> Tensor:
-        """Sum the output of a layer over all positions: samples by filters."""
+        """Return the output of a layer summed over all positions, of shape `(samples, filters)`."""
         output = self.filters_second(name, output)
         return output.flatten(2).sum(2) if output.dim() > 2 else output
 
@@ -135,14 +135,14 @@ class Subject:
             call(self.model, images)
 
     def sensitivities(self) -> dict[str, Tensor]:
-        """Return for every layer the derivative of each image's loss by a factor on each filter: images by filters.
+        """Return, per layer, derivatives of each image's loss by a factor on each filter: `(images, filters)`.
 
-        To the first order of a Taylor expansion, its negative is the change of the loss if the filter is removed.
+        To the first order of a Taylor expansion, the negative is the change of the loss if the filter is removed.
         """
         found: dict[str, list[Tensor]] = {name: [] for name in self.graph.layers}
 
         def see(name: str, output: Tensor) -> None:
-            # A later operator may change it in place.
+            # Copied, because a later operator may change the output in place.
             value = output.detach().clone()
             if output.requires_grad:  # Otherwise it does not depend on the images.
                 output.register_hook(lambda slope: found[name].append(self.per_filter(name, value * slope)))
@@ -171,7 +171,7 @@ def logits(model: nn.Module, images: Any) -> Tensor:
 
 
 def chunks(inputs: Tensor, each: int) -> Iterator[Tensor]:
-    """Split samples into as few parts as `MAX_ELEMENTS` allows, where each sample makes `each` numbers.
+    """Split samples into as few parts as `MAX_ELEMENTS` allows, if each sample needs `each` elements.
 
     >>> [len(part) for part in chunks(torch.zeros(5), MAX_ELEMENTS // 2)]
     [2, 2, 1]
@@ -183,16 +183,15 @@ NO_FILTER = -1
 
 
 def readers(graph: ChannelGraph) -> list[LayerNode]:
-    """Return the layers that sum over channels; a depthwise layer processes each of them separately."""
+    """Return the nodes of layers that sum over input channels, which depthwise layers do not."""
     return [node for node in graph.nodes if isinstance(node, LayerNode) and not node.depthwise]
 
 
 def read_filters(graph: ChannelGraph, name: str) -> Iterator[tuple[LayerNode, NDArray[np.int64]]]:
-    """Yield every reader of a layer, with the number of the filter that each of its input channels is, or
-    `NO_FILTER`.
+    """Yield every reader of a layer, with the index of the source filter of each input channel, or `NO_FILTER`.
 
-    The numbers are found bit by bit: the filters with a 1 in a bit are sent through the graph, then those with a 0.
-    If only one of the two sets reaches a channel, that is its bit.
+    The indices are found bit by bit: liveness is propagated from the filters whose index has this bit set, then
+    from the others. If only one of the two sets reaches a channel, this determines the bit.
 
     >>> import torch
     >>> from torch import nn
@@ -224,13 +223,14 @@ def read_filters(graph: ChannelGraph, name: str) -> Iterator[tuple[LayerNode, ND
 def read_values(
     graph: ChannelGraph, values: Mapping[str, NDArray[np.floating]]
 ) -> dict[str, np.ma.MaskedArray[Any, np.dtype[np.floating]]]:
-    """Convert values of each reader's input channels to values of the filters that they are: readers by filters.
+    """Map values of the input channels of layers to the filters that produce them.
 
-    If a reader gets a filter several times, the largest value counts; a filter that it does not get is masked.
+    Returns, for each layer, a masked array of shape `(1 + readers, filters)`, whose first row is masked. If several
+    channels of a reader come from one filter, the largest value counts; a filter that it does not read is masked.
     """
     found = {}
     for name, layer in graph.layers.items():
-        rows = [np.full(layer.filters, -np.inf)]  # A first row, for layers without readers.
+        rows = [np.full(layer.filters, -np.inf)]  # Masked row, so that layers without readers have one.
         for node, numbers in read_filters(graph, name):
             if node.layer in values:
                 mine = numbers != NO_FILTER
@@ -263,14 +263,14 @@ def positions_per_sample(module: ConvOrLinear, inputs: Tensor) -> int:
 def sample_window(module: ConvOrLinear, inputs: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Sample what a layer reads for one random output position, and the weights applied to it.
 
-    The shapes are (samples, groups, channels, taps) and (groups, outputs, channels, taps).
+    The shapes are `(samples, groups, channels, taps)` and `(groups, outputs, channels, taps)`.
     """
     if isinstance(module, nn.Linear):
         if inputs.dim() > 2:
             inputs = inputs.flatten(1, -2)[:, random.integers(positions_per_sample(module, inputs))]
         return inputs[:, None, :, None], module.weight[None, :, :, None]
     groups = module.groups
-    if isinstance(module, _ConvTransposeNd):  # Every input is spread, so each tap of the kernel is an output.
+    if isinstance(module, _ConvTransposeNd):  # An input position adds to one output position per kernel tap.
         window = [slice(at, at + 1) for at in (int(random.integers(size)) for size in inputs.shape[2:])]
         weight = module.weight.flatten(1).unflatten(0, (groups, -1)).mT.unsqueeze(3)
     else:

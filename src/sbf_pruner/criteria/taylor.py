@@ -1,4 +1,4 @@
-"""Criteria that estimate the loss without a filter, from its derivatives by a factor on each filter."""
+"""Criteria that estimate the loss without a filter from derivatives of the loss by a factor on each filter."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def first_order(subject: Subject) -> Scores:
 
 
 def pairs(subject: Subject) -> Scores:
-    """Score filters by the growth of the loss, including what pairs of filters of a layer share.
+    """Score filters by the increase of the loss, including interactions of pairs of filters of a layer.
 
     This is CCP (Peng et al., 2019). To the second order, with the mean product of gradients as the curvature,
     removing a set of filters costs minus the sum of its gradients plus half the sum of its products. Filters are
-    removed one by one, the cheapest first. A score is the cost of a removal at that time, but never less than that
-    of an earlier one.
+    removed one by one, the cheapest first. The score of a filter is the cost of its removal at that time or, if
+    larger, the largest cost of an earlier removal.
     """
     return {name: _greedy(slopes).cpu().numpy() for name, slopes in subject.sensitivities().items()}
 
 
 def _greedy(slopes: Tensor) -> Tensor:
-    """Return what the loss grows by as filters are removed one by one.
+    """Return scores for gradients of shape `(images, filters)`: increases of the loss in greedy removal.
 
     >>> _greedy(torch.tensor([[2.0, 0.1, 2.0], [-2.0, 0.1, -2.0]]))  # of the two alike, one is cheaper than both
     tensor([ 2.0000, -0.0950,  6.0000])

@@ -1,10 +1,10 @@
 """Calibrated latency models: measure layers, time pruned networks, fit, and cache the result.
 
-`calibrate` times networks that are really cut from the dense one, in every way of pruning and several sizes, next
-to the dense network, and fits the coefficients of a `LatencyModel` to them. The errors it states are leave-one-out:
-each network is predicted by a fit to all the others. `load_or_calibrate` keeps measurements in the user's cache,
-layer times per machine and models per machine and network. Files are written atomically, and an unusable one is
-measured again. `choose_coupling` picks the way of pruning that keeps the most MACs within a budget.
+`calibrate` extracts networks of several sizes for every way of pruning (`COUPLINGS`), times each in alternation
+with the dense network, and fits the coefficients of a `LatencyModel` to the times. The stored errors are
+leave-one-out: each network is predicted by a fit to all the others. `load_or_calibrate` keeps measurements in the
+user's cache: layer times per machine, and models per machine and network. Files are written atomically, and an
+unusable one is replaced. `choose_coupling` returns the way of pruning that keeps the most MACs within a budget.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def calibrate(
     conditions: Conditions,
     report: Report = lambda line: None,
 ) -> LatencyModel:
-    """Fit a latency model to networks that are cut from this one and timed."""
+    """Extract and time pruned networks of `model`, and return a latency model that is fitted to the times."""
     predictor = Predictor(graph, table, conditions.batch)
     found: list[tuple[str, float, dict[str, Mask], dict[str, float]]] = []
     dense_seconds = float("inf")
@@ -134,8 +134,8 @@ class Timer:
     def joins(self, keep: dict[str, Mask]) -> tuple[dict[str, float], float]:
         """Time the network that keeps these filters.
 
-        Returns its time relative to the dense network for each way of joining branches (the fastest form of each),
-        and the seconds of the dense network in the same session.
+        Returns its time relative to the dense network for each way of joining branches, in the fastest form of each
+        way, and the seconds of the dense network in the same session.
         """
         small = extract(self.model, self.example, Plan.from_masks(self.graph.settle(keep)), self.graph)
         found, dense = time_against_dense(self.dense, self._passes(small))
@@ -152,7 +152,7 @@ class Timer:
 
 
 def samples(graph: ChannelGraph) -> list[tuple[str, float, dict[str, Mask]]]:
-    """The networks to time: several sizes for every way of pruning that the graph allows."""
+    """Return (way, share kept, masks) of the networks to time: every way of pruning possible, at each of SHARES."""
     found = []
     for way in COUPLINGS:
         constraints = constraints_for(graph, Constraints(), way)
@@ -178,7 +178,7 @@ def _fitted(timed: Sequence[Timed]) -> dict[str, float]:
 
 
 def _leave_one_out(cut: Sequence[Timed], dense: Timed) -> list[dict[str, Any]]:
-    """Compare each cut network, as measured and as predicted by the others, relative to the dense network."""
+    """Return each cut network's measured time, and its prediction by a fit to the others, relative to dense."""
     found = []
     for one in cut:
         coefficients = _fitted([*(other for other in cut if other is not one), dense])
@@ -199,7 +199,7 @@ def _leave_one_out(cut: Sequence[Timed], dense: Timed) -> list[dict[str, Any]]:
     return found
 
 
-BUSY = 0.5  # cores that other processes keep busy: above this, timings are unreliable
+BUSY = 0.5  # number of cores that other processes use, above which timings are unreliable
 
 
 def conditions_here(runtime: str, batch: int, threads: int) -> Conditions:
@@ -224,13 +224,14 @@ def load_or_calibrate(
 ) -> LatencyModel:
     """Return the latency model of a network under these conditions, from the cache or measured now.
 
-    With `fresh`, everything is measured again. Warns through `report` if the machine is, or was, busy.
+    If `fresh` is true, everything is measured again. Calls `report` with a warning if other processes use more than
+    `BUSY` cores now, or did when the cached model was measured.
     """
     graph = trace(network, example, ignore=ignore)
     mine = signature(Predictor(graph, Table(), conditions.batch))
     kept = cache_folder() / f"latency-{_digest(conditions)}-{mine}.json"
     if kept.is_file() and not fresh:
-        with suppress(PruningError):  # Written by another version, or damaged: it is only a cache.
+        with suppress(PruningError):  # A file of another version, or a damaged one, is measured again.
             known = read_model(kept, graph)
             if (known.calibration.get("load") or 0.0) > BUSY:
                 report(
@@ -276,7 +277,7 @@ def cache_folder() -> Path:
 def _layers(conditions: Conditions, fresh: bool) -> Table:
     blocks = conditions.runtime in BLOCKWISE
     if not fresh:
-        with suppress(OSError, ValueError, TypeError, AttributeError):  # missing or damaged: it is only a cache
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # if missing or damaged, start empty
             return Table.from_dict(json.loads(_layers_file(conditions).read_text("utf-8")), blocks)
     return Table(blocks=blocks)
 
@@ -308,7 +309,7 @@ COUPLINGS: dict[str, tuple[str, ...]] = {"filters": (), "streams": ("streams",),
 
 @dataclass(frozen=True)
 class CouplingChoice:
-    """The chosen way of pruning, and the share of the MACs that each way keeps (None: out of reach)."""
+    """The chosen way of pruning, and the share of the MACs that each way keeps (None: cannot meet the budget)."""
 
     way: str
     macs: Mapping[str, float | None]
@@ -344,8 +345,8 @@ def choose_coupling(
 ) -> CouplingChoice:
     """Choose the way of pruning that keeps the most MACs within the budget.
 
-    Nothing is trained yet, so synthetic scores rank the filters of all layers alike, and the choice depends on the
-    latency model alone. Ties go to the first way in `COUPLINGS`; if no way reaches the target, it is "filters".
+    There are no trained scores yet, so synthetic scores remove equal shares of all layers, and only the latency
+    model matters. Ties go to the first way in `COUPLINGS`; if no way meets the budget, the choice is "filters".
     """
     found: dict[str, float | None] = {}
     for way in COUPLINGS:
@@ -362,9 +363,9 @@ def choose_coupling(
 
 
 def synthetic_scores(graph: ChannelGraph, constraints: ResolvedConstraints) -> dict[str, Values]:
-    """Make synthetic scores, of which any threshold removes the same share of every layer.
+    """Return synthetic scores with which any threshold removes the same share of every layer.
 
-    With coupled branches, whole branches go first, spread evenly over the network, then everything else.
+    If branches are coupled, they have the lowest scores, in an order that is spread evenly over the network.
     """
     rng = np.random.default_rng(0)
     scores: dict[str, Values] = {}

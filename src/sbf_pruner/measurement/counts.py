@@ -93,7 +93,7 @@ def measure(model: nn.Module, example_inputs: Any) -> Measurement:
 def latency(
     models: Mapping[str, nn.Module], example_inputs: Any, *, pairs: int = 20, threads: int | None = None
 ) -> dict[str, Latency]:
-    """Time several networks on the same inputs, alternating so that drift of the machine affects all alike.
+    """Time several networks on the same inputs, in alternation, so that drift of the machine affects all alike.
 
     Every sample is the mean of enough passes to fill 10 ms. `threads` defaults to the number that torch uses now.
 
@@ -129,7 +129,7 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
 
 
 def saved_activations(fn: Callable[[], Any]) -> int:
-    """Return the bytes that autograd saves for the backward pass of what `fn` computes.
+    """Return the number of bytes that autograd saves for backward while `fn` runs.
 
     Each storage counts once and in full, however many views of it are saved. Parameters and views of them are left
     out, because they occupy memory anyway.

@@ -2,16 +2,16 @@
 
 A `LayerSpec` is everything that the time of a layer depends on except its two widths, so one measurement serves
 equal layers of any network. A `Table` interpolates between widths. A narrower layer never takes longer than a wider
-one, because it can be padded with zeros; runtimes that compute in blocks round widths up. `Operators` follows how
-`runtimes.forms` writes networks: norms are folded into the layer before them; a layer reads the whole residual
-stream, with zero columns for channels that it does not need; a branch with fewer filters than its stream either
-computes all channels (zero rows) or has its channels moved.
+one, because it can be padded with zeros; runtimes that compute in blocks round widths up. `Operators` lists the
+operators of a network as `runtimes.forms` writes it: norms are folded into the layer before them; a layer reads the
+whole residual stream, with zero columns for channels that it does not need; a branch with fewer filters than its
+stream either computes all channels (form "zeros", zero rows) or copies its channels to their positions ("moves").
 
-`Predictor` describes a network by six terms: layer times from a `Table`, elements added, elements touched by other
-operators, elements moved, number of operators, and one per pass. `fit` finds their coefficients, none of which is
-negative, because no operator gives time back. Networks are deployed in their fastest form, so both ways of joining
-a branch to the residual stream are predicted and the smaller time counts. `LatencyModel` scales predictions so that
-the dense network takes exactly its measured time; its JSON file also serves machines without the runtime.
+`Predictor` describes a network by six terms: layer times from a `Table`, elements of additions, elements written by
+other operators, elements copied, number of operators, and a constant. `fit` finds their coefficients, none of which
+is negative, because no operator takes negative time. Networks are deployed in their fastest form, so both ways of
+joining a branch to the residual stream are predicted and the smaller time counts. `LatencyModel` scales predictions
+so that the dense network takes exactly its measured time. Its JSON file can be used without the runtime.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from ..utils.files import write_text
 from ..utils.formatting import pluralize
 
 Sizes = tuple[int, ...]
-WIDE = 64  # Sides wider than this are measured sparsely, at _PARTS of their width.
-UNIT = 8  # Narrower ones are measured at all multiples of this,
+WIDE = 64  # Channel counts above this are measured only at _PARTS of the full count,
+UNIT = 8  # smaller ones at all multiples of UNIT,
 SMALL, FINE = 16, 4  # and below SMALL at all multiples of FINE.
 _PARTS = (0.125, 0.25, 0.5, 0.75, 1.0)
 _NAME = re.compile(r"(\w+) (\S+) stride (\S+) padding (\S+) dilation (\S+) groups (\d+) on (\S+)")
@@ -108,7 +108,7 @@ class LayerSpec:
 
 
 def measured_widths(full: int, may_shrink: bool, multiple: int = 1) -> list[int]:
-    """Return the widths at which the input or output channels of a layer are measured, few if there are many.
+    """Return the numbers of input or output channels at which a layer with `full` channels is measured.
 
     >>> measured_widths(20, True), measured_widths(256, True), measured_widths(3, False)
     ([4, 8, 12, 16, 20], [32, 64, 128, 192, 256], [3])
@@ -124,7 +124,7 @@ def measured_widths(full: int, may_shrink: bool, multiple: int = 1) -> list[int]
 
 
 def _block_width(width: int, full: int) -> int:
-    """Round a width up to the block that a runtime computes, as finely as widths are measured.
+    """Round a width up to a multiple of FINE or UNIT, the assumed block size of a runtime.
 
     >>> [_block_width(width, full=30) for width in (3, 13, 17, 25)]
     [4, 16, 24, 30]
@@ -149,7 +149,7 @@ Widths = tuple[int, int]  # input channels, filters
 
 
 class Table:
-    """Measured layers: site -> widths -> seconds.
+    """Measured seconds of layers, by `LayerSpec` and widths, with interpolation between widths.
 
     >>> table = Table({LayerSpec("linear", size=(1,)): {(8, 8): 1.0, (16, 8): 2.0, (8, 16): 2.0, (16, 16): 4.0}})
     >>> table.seconds(LayerSpec("linear", size=(1,)), 12, 8)
@@ -165,17 +165,17 @@ class Table:
         self._known: dict[tuple[LayerSpec, int, int], float] = {}
 
     def missing(self, wanted: Mapping[LayerSpec, Iterable[Widths]]) -> dict[LayerSpec, list[Widths]]:
-        """Return the wanted points that have not been measured yet."""
+        """Return the wanted widths, by `LayerSpec`, that have not been measured yet."""
         found = {s: [w for w in widths if w not in self.points.get(s, {})] for s, widths in wanted.items()}
         return {site: widths for site, widths in found.items() if widths}
 
     def of(self, wanted: Mapping[LayerSpec, Iterable[Widths]]) -> Table:
-        """Return a table of these points alone: the widths of other networks would leave gaps in the grid."""
+        """Return a table of only these widths: `_grid` needs all pairs, and other networks add incomplete ones."""
         points = {site: {pair: self.points[site][pair] for pair in widths} for site, widths in wanted.items()}
         return Table(points, self.blocks)
 
     def add(self, site: LayerSpec, seconds: Mapping[Widths, float]) -> None:
-        """Add measured points of a site."""
+        """Add measured seconds of a layer at several widths."""
         self.points.setdefault(site, {}).update(seconds)
         self._grids.pop(site, None)
         self._known = {key: value for key, value in self._known.items() if key[0] != site}
@@ -228,7 +228,7 @@ def _point(inputs: Any, filters: Any, seconds: Any) -> tuple[Widths, float]:
 def _bracket(known: list[int], width: int) -> tuple[int, int, float]:
     """Return the measured widths around `width`, and its relative position between them."""
     index = bisect_left(known, width)
-    if index in (0, len(known)):  # A layer thinner than any measured costs as much as the thinnest.
+    if index in (0, len(known)):  # A width outside the measured range costs as much as the nearest measured one.
         nearest = known[0] if index == 0 else known[-1]
         return nearest, nearest, 0.0
     low, high = known[index - 1], known[index]
@@ -245,11 +245,11 @@ class Layer:
 
     node: LayerNode
     site: LayerSpec
-    before: Value  # its input before any remap that selects channels: the whole residual stream, for example
-    behind: Value  # its output behind norms and activations, in the layout of the tensors that it is added to
+    before: Value  # its input before a remap selects channels, for example the whole residual stream
+    behind: Value  # its output after norms and activations, in the layout of the tensors that it is added to
 
     def widths(self, laid: LaidOut) -> tuple[int, int, int]:
-        """Return its input channels, its output channels in the layout of the stream, and its own filters."""
+        """Return the numbers of input channels, of output channels in the residual stream, and of own filters."""
         sizes = laid.layout.sizes
         return sizes(self.before)[1], sizes(self.behind)[1], sizes(self.node.out)[1]
 
@@ -282,7 +282,7 @@ class Operators:
         self.rest = [node for node in graph.nodes if id(node) not in joins and self._costs(node)]
 
     def elements(self, value: Value, laid: LaidOut) -> float:
-        """Return the number of elements per sample that are left of a tensor."""
+        """Return the number of elements per sample of a tensor in the pruned network."""
         return math.prod(laid.layout.sizes(value)) / self.samples
 
     @staticmethod
@@ -300,7 +300,7 @@ class Operators:
         return Layer(node, LayerSpec.of(node, self.samples), before, behind)
 
     def _outside(self, value: Value) -> Value:
-        """Trace a tensor back through the module boundaries that it has passed."""
+        """Return the value that a tensor had before it passed through module boundaries."""
         while isinstance(boundary := self._maker.get(value), Boundary):
             value = boundary.x
         return value
@@ -311,11 +311,11 @@ class Operators:
 
     @staticmethod
     def _joins(node: Elementwise) -> bool:
-        """Return True if two tensors are combined that do not come from parameters and buffers alone."""
+        """Return True if at least two inputs are not computed from parameters and buffers alone."""
         return sum(v.roots is None for v in dict.fromkeys(node.inputs)) > 1
 
     def _costs(self, node: Node) -> bool:
-        """Return True if the operator takes time of its own."""
+        """Return True if the operator takes time that is not part of another one's."""
         if isinstance(node, LayerNode | Boundary) or not node.outputs or node.op.name in FREE:
             return False
         reshapes = isinstance(node, ChannelMove) and node.op.name.endswith(("reshape", "flatten"))
@@ -330,7 +330,7 @@ class Operators:
 
 Row = Mapping[str, float]
 _ROUNDS = 20
-PRIOR_WEIGHT = 1.0  # weight of the prior: that of one more network
+PRIOR_WEIGHT = 1.0  # weight of the expected coefficients in a fit, in which every measured network has the weight 1
 HUBER_DELTA = 0.03  # relative error beyond which the loss is linear, because single timings may be disturbed
 
 
@@ -413,9 +413,9 @@ class Predictor:
         self.coefficients: Mapping[str, float] = UNCALIBRATED
 
     def wanted(self, least: LaidOut) -> dict[LayerSpec, list[Widths]]:
-        """Return the widths at which every site must be measured; `least` is the smallest network allowed.
+        """Return the widths at which every `LayerSpec` must be measured; `least` is the smallest network allowed.
 
-        Input or output channels that even this network keeps in full are measured in full only.
+        Numbers of channels that are not smaller in that network are measured only at full width.
         """
         dense = lay_out(self.graph, {})
         sides: dict[LayerSpec, tuple[set[int], set[int]]] = {}
@@ -456,7 +456,7 @@ class Predictor:
         return TimeTerms(terms, layers)
 
     def total(self, terms: Terms) -> float:
-        """Return the seconds that terms add up to."""
+        """Return the predicted seconds: the sum of the terms, weighted by `coefficients`."""
         return sum(self.coefficients.get(name, 0.0) * value for name, value in terms.items())
 
     def seconds(self, laid: LaidOut) -> float:
@@ -510,7 +510,7 @@ class LatencyModel:
         self.dense_seconds = predicted if dense_seconds is None else dense_seconds
         self._unit = self.dense_seconds / predicted
         self.correction = 1.0
-        """Measured over predicted time of networks near the target; multiplies every prediction."""
+        """Factor on every prediction: the ratio of measured to predicted time of networks near the target."""
 
     def seconds(self, laid: LaidOut) -> float:
         """Return the seconds of one pass."""
@@ -539,9 +539,9 @@ class LatencyModel:
 
     @cached_property
     def _saved(self) -> dict[str, dict[int, float]]:
-        """For every layer, the share of each operator's time that is saved by removing it (by operator index).
+        """By prunable layer, the fractions of the times of `Operators.layers` (by index) that its removal saves.
 
-        A layer that connects inputs and outputs keeps one filter instead.
+        A layer without which the network would be disconnected keeps one filter instead.
         """
         dense = self.predictor.shares(self._dense)
         found: dict[str, dict[int, float]] = {}
@@ -569,7 +569,7 @@ class LatencyModel:
         }
 
     def write(self, path: Path) -> None:
-        """Write the file that `latency.table` in a recipe takes, atomically."""
+        """Write the model atomically to a JSON file, for `latency.table` in a recipe."""
         write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
@@ -611,7 +611,7 @@ def from_dict(written: Any, graph: ChannelGraph, source: str = "what was measure
 def bind_clock(
     clock: LatencyPredictor | str | PathLike[str] | None, graph: ChannelGraph
 ) -> LatencyPredictor | None:
-    """Return the clock for this very graph: reads a file, or rebinds a model of another trace of the network."""
+    """Return a latency model for `graph`: read a file, or rebind a model of another trace of the network."""
     if isinstance(clock, (str, PathLike)):
         return read_model(clock, graph)
     if isinstance(clock, LatencyModel) and clock.graph is not graph:

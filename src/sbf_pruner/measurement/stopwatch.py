@@ -1,9 +1,9 @@
 """Time single layers, whole networks and plans in a runtime.
 
-Seconds are the minimum of several turns, because other load on the machine can only add to them; two networks are
-compared pair by pair. In ONNX Runtime a layer is timed by the profiler between two others, so that it has the
-memory format of a layer inside a network, and reordering its input counts as its own time. torch.compile runs
-layers with the same library as eager torch, so they are timed without it.
+The seconds of a layer are the minimum of several runs, because other load on the machine can only add to them. Two
+networks are timed in alternation, and their ratio is taken pair by pair. In ONNX Runtime the profiler times a layer
+between two other layers, so that it has the memory format of a layer inside a network; reordering its input counts
+as its own time. torch.compile runs layers with the same library as eager torch, so they are timed in eager mode.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ..utils.user_model import random_inputs
 from .latency_model import Conditions, LayerSpec, Widths
 
 TURNS = 7
-AT_ONCE = 16  # layers that take turns: few, so that not all feature maps are in memory at once
-AROUND = 16  # channels before and behind the layer that is timed
+AT_ONCE = 16  # layers that are timed in alternation: few, so that not all feature maps are in memory at once
+AROUND = 16  # input channels of the layer before the timed one, and output channels of the layer after it
 NETWORK_INPUT = 4  # A layer with fewer input channels is assumed to be the first one, which reads the images.
 _SAMPLE = 0.002
 
@@ -98,7 +98,7 @@ def _in_onnxruntime(site: LayerSpec, widths: Sequence[Widths], batch: int, threa
 
 
 def layer_seconds(events: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Return the seconds of the timed layer in each pass of a profile, with the reordering of its input."""
+    """Return the seconds of the timed layer in each pass of a profile, including the reordering of its input."""
     found: list[float] = []
     ran = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
     passes = [e["ts"] for e in events if e.get("name") == "model_run"]
@@ -213,9 +213,9 @@ def rehearse(network: nn.Module, example: Any, conditions: Conditions) -> None:
 
 
 def time_against_dense(dense: Pass, others: Mapping[str, Pass]) -> tuple[dict[str, float], float]:
-    """Time several passes in alternation with the dense network; returns the minimum seconds of each.
+    """Time several passes in alternation with the dense network; return the minimum seconds of each.
 
-    The minimum, because other load on the machine can only add to a time.
+    The minimum is used because other load on the machine can only add to a time.
     """
     once = min_times({"dense": dense, **others}, 0.0)
     rounds = min(MOST, max(FEWEST, round(BESIDE / sum(once.values()))))
@@ -231,7 +231,7 @@ MAX_ATTEMPTS = 3  # attempts, each with twice as many pairs, to get an interval 
 
 
 class PlanTimer:
-    """Times plans against the dense network; each is cut for real, and both networks run in their fastest form."""
+    """Times plans against the dense network: extracts the pruned network, and runs both in their fastest form."""
 
     def __init__(self, network: nn.Module, example: Any, conditions: Conditions) -> None:
         self.network, self.example, self.conditions = network, example, conditions

@@ -3,9 +3,9 @@
 While a model is frozen, no weight requires or has a gradient, modules that compute weights (such as spectral norm)
 do not update them, and norms use running statistics in any mode. On CUDA the backward pass of a norm is replaced:
 PyTorch's, in evaluation mode, returns contiguous gradients to a channels-last network, and every convolution then
-converts them back. The forward pass is PyTorch's, bit for bit, and gradients are the same sums. A norm with a
-forward of its own keeps it. `fresh_statistics` recomputes running statistics, and `lagging` detects those that lag
-behind the weights.
+converts them back. The forward pass is PyTorch's, bit for bit, and gradients are the same sums. A norm that
+overrides `forward` keeps its own. `fresh_statistics` recomputes running statistics, and `lagging` detects
+statistics that are still far from those of the current weights.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from ..utils.user_model import PrunerHook, memory_format
 
 
 def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
-    """Freeze the weights of a model and, with `norms`, its running statistics; returns a function that thaws it.
+    """Freeze the weights of a model and, if `norms` is true, its running statistics; return a function to unfreeze.
 
-    Gradients that the weights still have are dropped: an optimizer that steps meanwhile would take them for new
-    ones.
+    Sets the gradients of the weights to None, because an optimizer that steps meanwhile would apply them.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen_norms = [module for module in model.modules() if isinstance(module, _NormBase) and norms]
@@ -42,7 +41,7 @@ def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
     undo += [module.register_forward_pre_hook(EvalModeHook().hold, prepend=True).remove for module in makers]
 
     def thaw() -> None:
-        # Also by name: a parameter that has replaced another meanwhile, frozen like that one, is to be trained too.
+        # Also by name: a parameter that has replaced a frozen one meanwhile must require a gradient again, too.
         for name, parameter in (*trained.items(), *model.named_parameters()):
             if name in trained:
                 parameter.requires_grad_(True)
@@ -55,14 +54,14 @@ def freeze_model(model: nn.Module, *, norms: bool = True) -> Callable[[], None]:
 
 
 def _weight_makers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that compute weights, possibly in another way in training mode."""
+    """Return the modules that compute weights (parametrizations, spectral norm), which training mode may change."""
     lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
     hooked = [m for m in model.modules() if any(isinstance(h, SpectralNorm) for h in m._forward_pre_hooks.values())]
     return [*dict.fromkeys(inner for module in lists for inner in module.modules()), *hooked]
 
 
 def freeze(norm: _NormBase) -> Callable[[], None]:
-    """Keep a norm on its running statistics in any mode of the model; returns a function that thaws it."""
+    """Make a norm use its running statistics in any mode of the model; return a function that undoes this."""
     frozen = FrozenNorm(norm)
     handle = norm.register_forward_pre_hook(frozen.hold)
     if _is_plain(norm):
@@ -77,7 +76,7 @@ def freeze(norm: _NormBase) -> Callable[[], None]:
 
 
 def _is_plain(norm: _NormBase) -> bool:
-    """Return True for PyTorch's own forward, with running statistics, and with scale and shift or neither."""
+    """Return True if a norm has PyTorch's forward, running statistics, and both scale and shift or neither."""
     default = type(norm).forward is _BatchNorm.forward and "forward" not in norm.__dict__
     return default and norm.running_mean is not None and (norm.weight is None) == (norm.bias is None)
 
@@ -97,7 +96,7 @@ class FrozenNorm(EvalModeHook):
         self.norm = norm
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the norm's own forward returns; that one runs if the model is being compiled."""
+        """Return the output of the norm, with the custom backward if that is faster, except when compiling."""
         norm = self.norm
         if norm.training or torch.compiler.is_compiling() or not _use_custom_backward(input):
             return type(norm).forward(norm, input)
@@ -149,7 +148,7 @@ def _sums(gradient: Tensor, x: Tensor, mean: Tensor, deviations: Tensor, weight:
 
 
 def _scaled(gradient: Tensor, deviations: Tensor, weight: Tensor | None) -> Tensor:
-    """Return the gradient of the input: each channel times its factor, which is not rounded first."""
+    """Return the gradient of the input: each channel times its factor, which is at least float32."""
     if _use_syncbn_kernels(gradient):
         return torch.batch_norm_elemt(gradient, weight, None, torch.zeros_like(deviations), deviations, 0.0)
     scale = deviations if weight is None else deviations * weight
@@ -167,7 +166,7 @@ def _across(values: Tensor, x: Tensor) -> Tensor:
 
 @contextmanager
 def fresh_statistics(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Recompute the statistics of all norms, as the plain mean over forwards inside; yields an undo function.
+    """Recompute running statistics of norms as the mean over all forwards in the context; yield an undo function.
 
     This changes no weight and restores modes and momenta. Norms that saw no batch, norms that the user keeps in
     another mode than the model and, after an exception, all norms keep their previous statistics.
@@ -213,14 +212,14 @@ def fresh_statistics(model: nn.Module) -> Iterator[Callable[[], None]]:
         undo(only_unseen=True)
 
 
-LEFT = 0.05  # weight of the initial values above which running statistics say little about the network
+LEFT = 0.05  # weight of the initial values above which running statistics count as lagging
 
 
 def lagging(model: nn.Module, began: Mapping[str, Tensor]) -> tuple[float, int] | None:
-    """Return the momentum and the training steps of the norm whose running statistics lag most, if any do.
+    """Return the momentum and the training steps of the norm whose running statistics lag most; None if none lags.
 
-    Each step leaves `1 - momentum` of the initial statistics, and `num_batches_tracked` counts steps. `began` is
-    the state dict at the start of training: steps count from there, or from the last recalibration.
+    Each step keeps a fraction `1 - momentum` of the initial statistics, and `num_batches_tracked` counts steps.
+    `began` is the state dict at the start of training, from which steps count unless the counter was reset since.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1, momentum=0.01))
     >>> _ = net(torch.rand(2, 1))

@@ -3,9 +3,9 @@
 A gate is folded into the scale and shift that a norm uses in one call, or multiplied into a feature map where there
 is no such pair. The model's class, parameters and state dict stay as they are. With all gates open the model
 computes what it did before, bit for bit; a closed gate makes its channel exactly zero; a deep copy gets gates of
-its own. `FusedGating` and `LeafGates` compute the same numbers faster: for eager steps with frozen weights, where
-gating layer by layer launches more kernels than the network itself, and for compiled or captured steps, where a
-compiler would have to trace every hook.
+its own. `FusedGating` and `LeafGates` compute the same numbers faster. `FusedGating` is for eager steps with frozen
+weights, in which gating layer by layer launches more kernels than the network itself. `LeafGates` is for compiled
+or captured steps, in which a compiler would have to trace every hook.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Mode = Literal["off", "soft", "hard"]
 
 
 class Gates:
-    """All gates of one model in two flat vectors: soft gates (the scores, one per filter) and hard ones (0 or 1).
+    """All gates of one model in two flat vectors: `soft` (scores, one per filter) and `hard` (0 or 1, per channel).
 
     The scores are a leaf of the autograd graph: a backward pass leaves their gradient in `soft.grad`.
     """
@@ -50,7 +50,7 @@ class Gates:
             span, module = self.spans.get(site.layer), modules[site.module]
             pairs = [GatedParameter(module, name, span, self._hard_spans[number]) for name in site.parameters]
             ranks = {len(edge.out.shape) for edge in site.edges}
-            # Counted from the end, because inputs may lack the batch dimension, unless calls differ in rank.
+            # A negative index, because inputs may lack the batch dimension, unless calls differ in rank.
             dim = site.dim - ranks.pop() if len(ranks) == 1 else site.dim
             hooks = SiteHooks(self, number, span, dim, pairs)
             self.pairs += pairs
@@ -119,7 +119,7 @@ class SiteHooks(PrunerHook):
         self.gates, self.number, self.span, self.dim, self.pairs = gates, number, span, dim, pairs
 
     def lost(self, module: nn.Module, now: nn.Module | None) -> str:
-        """Describe what happened to the gate of a module, in whose place `now` is; "" if the gate still works."""
+        """Describe how a module lost its gate; "" if the gate works. `now` is the module at the same path now."""
         if now is not module:
             return "was removed" if now is None else "was replaced"
         hooks = [*module._forward_pre_hooks.values()] if self.pairs else []
@@ -137,7 +137,7 @@ class SiteHooks(PrunerHook):
                 return None
             own = {pair.name: getattr(module, pair.name) if replica else pair.parameter for pair in self.pairs}
             gated = [tensor * gate.to(tensor) for tensor in own.values()]
-            if replica:  # a replica holds its own tensors in `__dict__`, where the gated ones go
+            if replica:  # a replica has its own tensors in `__dict__`, where the gated ones replace them
                 module.__dict__[_OF_REPLICA] = own
         # Instance attributes take precedence over registered parameters in attribute lookup, so the forward reads
         # the gated pair while the parameters stay as they are.
@@ -161,10 +161,10 @@ class SiteHooks(PrunerHook):
 
 
 def _safe_inputs(module: nn.Module, args: Any) -> Any:
-    """Return inputs that do not crash PyTorch, or None if these do not.
+    """Return contiguous inputs for a group norm that would crash PyTorch, or None if the inputs need no change.
 
-    On the CPU, the backward pass of group norm for its scale ends the process if the input is channels-last and
-    needs no gradient itself, as before the first layer with scores.
+    On the CPU, computing the gradient of a group norm's scale crashes the process if the input is channels-last and
+    requires no gradient, which is the case for feature maps before the first layer with scores.
     """
     if not isinstance(module, nn.GroupNorm) or not args or not isinstance(args[0], Tensor):
         return None
@@ -268,10 +268,10 @@ class _Gated(torch.autograd.Function):
 
 
 class LeafGates:
-    """Replaces the hooks: while entered, the model reads its gated parameters from the leaf tensors `leaves`.
+    """Context in which a model reads gated parameters from the leaf tensors `leaves`, without hooks.
 
-    `refresh` computes the leaves before a forward, and the other methods carry their gradients back after it.
-    Leaving the context puts the hooks back.
+    `refresh` computes the leaves before a forward pass, and the other methods propagate the gradients of the leaves
+    to parameters and scores after the backward pass. Leaving the context restores the hooks.
     """
 
     def __init__(self, model: nn.Module, gates: Gates) -> None:
@@ -313,7 +313,7 @@ class LeafGates:
             torch._foreach_copy_(self.leaves, _products(self.parameters, self._gates))
 
     def weight_gradients(self) -> None:
-        """Carry the gradients of the leaves back to the parameters; a closed gate passes none."""
+        """Propagate the gradients of the leaves to the parameters; a closed gate makes them 0."""
         self._to_weights(self._take_gradients())
 
     def score_gradients(self) -> Tensor:
@@ -321,7 +321,7 @@ class LeafGates:
         return self._to_scores(self._take_gradients())
 
     def both_gradients(self) -> Tensor:
-        """Carry the gradients of the leaves back to the parameters, and return the gradient of the scores."""
+        """Propagate the gradients of the leaves to the parameters, and return the gradient of the scores."""
         gradients = self._take_gradients()
         self._to_weights(gradients)
         return self._to_scores(gradients)

@@ -1,8 +1,8 @@
 """Penalty on the scores (Eq. 5) and its strength and weights, scores of residual blocks, and checks of gradients.
 
 `Penalty` keeps the strength and the weights in tensors that are filled in place, so a captured step sees them
-change. With a budget the strength is steered towards it. With the balance "cost" the weight of a filter is what it
-costs among the neighbors that it has now, in the units of the limits, where a scarce resource counts more.
+change. With a budget the strength is adjusted towards it. If the balance is "cost", the weight of a filter is its
+cost in the limited resources, given the filters that neighboring layers keep now; a scarce resource counts more.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Penalty:
             self.strength.fill_(self.steering.follow(cutoff, progress))
 
     def follow(self, selection: Selection, progress: float) -> None:
-        """Update the weights of the balance "cost" from a selection: what is scarce, and which filters are left."""
+        """If the balance is "cost", update the weights from the resources and the filters that a selection uses."""
         if self.mix is not None:
             if self.selector.limits is not None:
                 self.mix.follow(self.selector.limits.eased(progress).room(selection.usage))
@@ -110,7 +110,7 @@ class Penalty:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; what was not in use when it was saved keeps its present value."""
+        """Restore a state; parts that were not in use when it was saved keep their current values."""
         first = {"strength": state["strength"], "error": 0.0}  # for states saved before the error was stored
         if self.steering is not None and (steered := state.get("steering", first)) is not None:
             self.steering.load_state_dict(steered)
@@ -130,8 +130,8 @@ SPEED = 1e-3  # learning rate of blocks' logits if no speed is given for filters
 class BlockScores:
     """Scores of residual branches, each multiplied into those of the filters that its branch adds to the stream.
 
-    All start at 1. Where the score of a block falls, all its filters fall together and the gates close the branch
-    as one: removing a block saves more time than thinning its layers. Filters of no branch have the factor 1.
+    All start at 1. If the score of a block falls, the scores of all its filters fall, and the gates of the whole
+    branch close together: removing a block saves more time than thinning its layers. Other filters have factor 1.
 
     >>> blocks = BlockScores(["b"], {"a": slice(0, 2), "b": slice(2, 3)}, torch.ones(3))
     >>> blocks.load_state_dict({"logits": torch.tensor([-1.0])})
@@ -148,7 +148,7 @@ class BlockScores:
         self._block = block.to(like.device)
 
     def group(self, speed: float) -> dict[str, Any]:
-        """Return the optimizer's parameter group, with the learning rate of the filters if they have a speed."""
+        """Return a parameter group for the optimizer, with the learning rate `speed` or, if that is 0, `SPEED`."""
         return {"params": [self.logits], "lr": speed or SPEED}
 
     def factors(self, activation: Callable[[Tensor], Tensor]) -> Tensor:
@@ -166,7 +166,7 @@ class BlockScores:
             self.logits.copy_(state["logits"])
 
 
-_STILL = 0.1  # scores start at 1; while all are this close to it, they say little about which filters matter
+_STILL = 0.1  # largest distance of all scores from their start, 1, below which they hardly rank the filters
 
 _log = logging.getLogger("sbf_pruner")
 
@@ -182,7 +182,7 @@ class Gradient:
         self.scores = scores
         # The margin is for the filter weights, by which the gradient is multiplied before Adam squares it.
         self.largest = math.sqrt(torch.finfo(scores.dtype).max) / 1000
-        self.lost = torch.zeros((), dtype=torch.int64, device=scores.device)  # steps lost in this phase
+        self.lost = torch.zeros((), dtype=torch.int64, device=scores.device)  # unusable gradients in this phase
         self.stepped = False  # whether this phase had a step
 
     def take(self, scaler: torch.amp.GradScaler | None = None) -> Tensor:
@@ -195,7 +195,7 @@ class Gradient:
             scaler.unscale_(torch.optim.SGD([self.scores]))  # `unscale_` accepts only an optimizer
         # No host synchronization, so this is safe inside a CUDA graph.
         usable = (found.abs() <= self.largest).all()
-        # A GradScaler that still adapts its scale causes non-finite gradients and handles them: they do not count.
+        # While a GradScaler adapts its scale, gradients that are not finite are expected, so they are not counted.
         lost = ~usable if scaler is None else ~usable & found.isfinite().all()
         found.masked_fill_(~usable, 0)
         self.lost += lost
@@ -259,7 +259,7 @@ def check_saved(state: Mapping[str, Any], filters: Mapping[str, int], *, blocks:
 def for_this_device(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return a saved optimizer state with the flags of `optimizer` that depend on the device.
 
-    A state saved on a GPU may ask for a kind of step that the CPU does not support.
+    A state saved on a GPU may select a kind of step that the CPU does not support.
     """
     groups = [
         saved | {flag: group[flag] for flag in _DEVICE_FLAGS if flag in group}

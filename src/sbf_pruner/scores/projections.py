@@ -73,7 +73,7 @@ ScoresByLayer = Mapping[str, Tensor | NDArray[np.floating]]
 
 
 def normalize_scores(given: ScoresByLayer, filters: Mapping[str, int]) -> dict[str, NDArray[np.floating]]:
-    """Validate scores from elsewhere and scale them to between 0 and 1 in float64, in the same order.
+    """Validate external scores and scale them to values between 0 and 1 in float64 that preserve their order.
 
     Raises a PruningError unless there is one finite score for every filter of exactly these layers.
 
@@ -103,7 +103,7 @@ def normalize_scores(given: ScoresByLayer, filters: Mapping[str, int]) -> dict[s
 
 
 class Projection:
-    """Base of projections, as a score phase uses them."""
+    """Base class of projections."""
 
     parameters: list[Tensor]
     """Tensors that the optimizer of a score phase trains."""
@@ -138,7 +138,7 @@ class Projection:
         raise NotImplementedError
 
     def end_phase(self) -> None:
-        """Store what later phases need of this one."""
+        """End the phase, and store its values that later phases need."""
         self.in_phase = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Projection:
         return state | {"in_phase": int(self.in_phase)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state in place, all of it or, if a tensor is missing or has another shape, nothing."""
+        """Restore a state in place; if a tensor is missing or has another shape, raise an error, change nothing."""
         tensors = self._tensors()
         for name, tensor in tensors.items():
             if name not in state or state[name].shape != tensor.shape:
@@ -191,7 +191,7 @@ def pack_signs(values: Tensor) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack signs to -1, 0 and 1, four for every byte: up to three more than were packed.
+    """Unpack signs to -1, 0 and 1, four for every byte, which can be up to three more than were packed.
 
     >>> unpack_signs(torch.tensor([164], dtype=torch.uint8), torch.float32)
     tensor([-1.,  0.,  1.,  1.])
@@ -201,16 +201,16 @@ def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sign_dot(packed: Tensor, vector: Tensor, chunk: int = 1 << 20) -> Tensor:
-    """Return <signs, vector>, unpacking at most `4 * chunk` signs at a time to limit memory."""
+    """Return the dot product of packed signs and a vector; unpack `4 * chunk` signs at a time to limit memory."""
     pairs = zip(packed.split(chunk), vector.split(4 * chunk), strict=True)
     return torch.stack([(unpack_signs(s, v.dtype)[: len(v)] * v).sum() for s, v in pairs]).sum()
 
 
 class LiteralProjection(Projection):
-    """The paper's layer (Eq. 1): `vec(F) @ W`, where `W` has one entry per weight of the layer and filter.
+    """The paper's layer (Eq. 1): `vec(F) @ W`, where `W` has shape `(weights of the layer, filters)`.
 
-    The reference for small networks. Raises a PruningError, before allocating, if training would not fit in the
-    memory of the device.
+    It is a reference implementation for small networks. Raises a PruningError, before allocating, if training would
+    not fit in the memory of the device.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class LiteralProjection(Projection):
 
 
 def literal_bytes(weights: Sequence[Tensor], filters: Sequence[int], *, limit_bytes: int | None = None) -> int:
-    """Return the bytes of the literal `W` alone; a PruningError if training it takes more than `limit_bytes`.
+    """Return the bytes of all literal `W`; raise a PruningError if training takes more than `limit_bytes`.
 
     >>> literal_bytes([torch.empty(16, 3, 3, 3)], [16])
     27648
@@ -280,9 +280,9 @@ class FactoredProjection(Projection):
     logit's gradient times that magnitude, instead of its true gradient, which has `|F|_1` there. Hence `parameters`
     are meant for Adam, or another optimizer that is invariant to the scale of the gradient.
 
-    With `even`, `t` is in units of logits: every layer moves equally fast, as if its learning rate were divided by
-    its `|F|_1`. The gradient of `t` is then that of the logit. Weight decay can bring a whole layer down to 1e-8,
-    where eps would hold its scores at 1 and keep useless filters for good.
+    If `even` is true, `t` is in units of logits: the logits of every layer change equally fast, as if its learning
+    rate were divided by its `|F|_1`. The gradient of `t` is then that of the logit. Otherwise eps would hold the
+    scores at 1 in a layer whose weights decay to 1e-8, and such useless filters would never be removed.
     """
 
     def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
@@ -316,7 +316,7 @@ class FactoredProjection(Projection):
         if self._even:
             return self._base + self._t
         t = self._t.detach()
-        # The last term is exactly 0; it is there for its gradient, `typical`, the mean magnitude.
+        # The last term is exactly 0 and makes the gradient `typical`, the mean magnitude of the nonzero weights.
         return self._base + self._l1 * t + self._typical * (self._t - t)
 
     @torch.no_grad()
@@ -350,9 +350,9 @@ class FactoredProjection(Projection):
 
 
 class FreeProjection(Projection):
-    """Ablation: one free logit per filter, independent of the weights, so that a new phase changes nothing.
+    """Ablation: one logit per filter, independent of the weights, so that a new phase does not change it.
 
-    A logit moves by about `lr` in one step of Adam in every layer, so it is `even` in any case.
+    A logit changes by about `lr` in one step of Adam in every layer, so `even` makes no difference.
     """
 
     def __init__(self, weights: Sequence[Tensor], filters: Sequence[int], *, even: bool = False) -> None:
