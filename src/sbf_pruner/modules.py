@@ -176,8 +176,9 @@ class RemappedModule(nn.Module):
     Attributes of the module can be read, set and deleted here, so code that reads `block.conv1.stride` or assigns
     `block.conv1.weight` keeps working.
 
-    `folded` is set for a layer without a bias whose batch norm is followed by a remap. Folding the norm into the
-    layer removes norm and remap and gives the layer a bias; from then on `folded` runs in place of that remap.
+    `folded` is for a layer without a bias whose batch norm has a remap of its own. Code that folds the norm into
+    the layer removes both the norm and the norm's remap, and gives the layer a bias. Once the layer has a bias,
+    this module therefore applies `folded`, a copy of the norm's remap, to the output of the layer.
     """
 
     INNER = "module"

@@ -366,7 +366,7 @@ def test_a_label_that_is_no_class_is_told(flowers: Path) -> None:
         ),
         ({"train": Shades(0), "test": Shades(4)}, r"data, train: holds no images"),
         ({"train": TensorDataset(torch.zeros(4, 1, 8, 8)), "test": Shades(4)}, r"an item is a tuple; give pairs"),
-        ({"train": pair(np.zeros((8, 8))), "test": Shades(4)}, r"an image is a ndarray; give tensors"),
+        ({"train": pair(np.zeros((8, 8))), "test": Shades(4)}, r"an image is a ndarray, not a tensor"),
         ({"train": pair(torch.zeros(8, 8)), "test": Shades(4)}, r"torch.float32 of shape \(8, 8\); give C,H,W"),
         (
             {"train": pair(torch.zeros(1, 8, 8), 0.5), "test": Shades(4)},
@@ -430,7 +430,7 @@ def test_items_of_another_kind_than_the_first_are_told() -> None:
             Mixed(16, torch.zeros(1, 8, 8, dtype=torch.uint8)),
             r"^data, train, item 9 is torch.uint8, the first",
         ),
-        (Mixed(16, np.zeros((1, 8, 8))), r"^data, train, item 9: an image is a ndarray; give tensors"),
+        (Mixed(16, np.zeros((1, 8, 8))), r"^data, train, item 9: an image is a ndarray, not a tensor"),
     ):
         data = own_data({"train": later, "test": Shades(4)}, DataConfig("own"), CLASSES, 0)
         with pytest.raises(DataError, match=said):

@@ -219,7 +219,9 @@ def may_read_training(module: nn.Module, without: set[CodeType] | None = None) -
 
 
 def never_reads_training(module: nn.Module) -> bool:
-    """Return True for a torch module whose own code never reads `training`; other modules may read its flag.
+    """Return True if the class of a module is from torch and its own code never reads `self.training`.
+
+    Whether the code of another module reads the flag of this module is not checked.
 
     >>> never_reads_training(nn.Conv2d(1, 1, 1)), never_reads_training(nn.BatchNorm2d(1))
     (True, False)

@@ -137,9 +137,10 @@ def _keep_channels_last(graph: fx.GraphModule) -> None:
 
 
 def make_forms(captured: CapturedNetwork, forms: Mapping[str, Form]) -> dict[str, fx.GraphModule]:
-    """Return the network in each form, by name, except where it equals that of an earlier form.
+    """Return the network in each form, by the name of the form.
 
-    Networks are equal if they have the same code and tensor layouts, as most forms have if nothing was pruned.
+    A form is left out if its network equals that of an earlier form: the same code and the same tensor layouts. If
+    nothing was pruned, most forms are equal.
     """
     networks: dict[str, fx.GraphModule] = {}
     seen = []

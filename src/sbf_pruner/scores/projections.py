@@ -267,18 +267,22 @@ def literal_bytes(weights: Sequence[Tensor], filters: Sequence[int], *, limit_by
 
 
 class FactoredProjection(Projection):
-    """The trajectory of `LiteralProjection`, in one number per filter and two bits per weight of every phase.
+    """The scores of `LiteralProjection`, computed without its matrix `W`.
 
-    Exact as Adam's eps goes to 0. While the weights are frozen, the gradient of column f of `W` is `g_f * vec(F)`,
-    and Adam normalizes each entry by its own magnitude: every entry moves by the same amount, in the direction of
-    its weight's sign. So `W_f = sum over phases p of t_f[p] * sign(F[p])`, and in phase q the logit is
+    Instead of `W` it stores one number per filter and phase, and two bits per weight and phase; the scores are the
+    same in the limit of Adam's eps going to 0. `F[p]` are the weights of the layer, which are frozen in score phase
+    p, `W_f` is the column of `W` that belongs to filter f, and `g_f` the gradient of the filter's logit.
+
+    In a phase the gradient of `W_f` is `g_f * vec(F)`, and Adam divides each entry by its own magnitude: every
+    entry moves by the same amount, along the sign of its weight. So `W_f` is the sum over all phases p of
+    `t_f[p] * sign(F[p])`, with one trained number `t_f[p]` per phase, and in phase q the logit is
 
         x_f = base_f + t_f * |F[q]|_1,   base_f = sum over p < q of t_f[p] * <sign F[p], F[q]>.
 
-    Only Adam's eps distinguishes the entries: it holds back those of small weights more. To first order in eps they
-    act together as if each weight had the mean magnitude of the nonzero ones, so the gradient of `t` is made the
-    logit's gradient times that magnitude, instead of its true gradient, which has `|F|_1` there. Hence `parameters`
-    are meant for Adam, or another optimizer that is invariant to the scale of the gradient.
+    Adam's eps slows the entries of small weights more than others. To first order in eps, the entries together move
+    as if every nonzero weight had the mean magnitude of them all. The true gradient of `t_f` is `g_f * |F|_1`; here
+    it is `g_f` times that mean magnitude, so that eps has the same effect. The scale of the gradient is therefore
+    wrong, and `parameters` need Adam or another optimizer that does not depend on it.
 
     If `even` is true, `t` is in units of logits: the logits of every layer change equally fast, as if its learning
     rate were divided by its `|F|_1`. The gradient of `t` is then that of the logit. Otherwise eps would hold the

@@ -201,7 +201,7 @@ class LatencyTarget:
 
 
 def make_plan_timer(clock: LatencyModel, network: nn.Module, images: Tensor) -> TimePlan | None:
-    """Return a function that times plans under the model's conditions; None if machine or runtime differ here."""
+    """Return a function that times plans on the machine and runtime of a latency model, or None elsewhere."""
     pairs = _pairs_here(clock, network, images)
     return None if pairs is None else pairs.ratio
 

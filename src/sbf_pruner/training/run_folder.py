@@ -388,7 +388,7 @@ def read_dense_stage(path: str | Path, recipe: Recipe) -> DenseStage:
         )
     if len(records) < epochs:
         count = f"{len(records)} of the {epochs} epochs of the warm-up"
-        raise RunError(f"{source.metrics} has records of {count}; put the file back, or leave out --dense-from")
+        raise RunError(f"{source.metrics} has records of only {count}; restore the file, or leave out --dense-from")
     total = total_epochs(recipe)
     weights = load_checkpoint(source.checkpoints, DENSE, "take over another run's, or leave out --dense-from")
     return DenseStage(str(path), weights, [{**record, "total": total} for record in records])

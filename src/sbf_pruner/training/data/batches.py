@@ -142,9 +142,8 @@ def check_item(item: Any, where: str) -> Tensor:
         raise DataError(f"{where}: an item is a {type(item).__name__}; give pairs of an image and its label")
     image, label = item
     if not isinstance(image, Tensor):
-        raise DataError(
-            f"{where}: an image is a {type(image).__name__}; give tensors (of torchvision's transforms, ToTensor)"
-        )
+        kind = type(image).__name__
+        raise DataError(f"{where}: an image is a {kind}, not a tensor; add ToTensor() to the dataset's transform")
     if image.dim() != 3 or not (image.is_floating_point() or image.dtype == torch.uint8):
         raise DataError(
             f"{where}: an image is {image.dtype} of shape {tuple(image.shape)}; give C,H,W as floats or uint8"

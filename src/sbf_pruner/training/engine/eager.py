@@ -93,11 +93,11 @@ class Engine:
         average: Average | None = None,
         begun: EpochProgress = EPOCH_START,
     ) -> EpochResult:
-        """Train the weights for the steps of an epoch after `begun`; `rates` holds the learning rate of each step.
+        """Train the weights for the rest of an epoch; `rates` holds the learning rate of each of its steps.
 
-        Calls with the same optimizer must pass the same label smoothing, teacher and average, because
-        `CapturedEngine` captures one step per optimizer. Inside `pruner.scoring(joint=True)` the scores are trained
-        in the same steps.
+        `begun` says which steps were done before the run was interrupted. Calls with the same optimizer must pass
+        the same label smoothing, teacher and average, because `CapturedEngine` captures one step per optimizer.
+        Inside `pruner.scoring(joint=True)` the scores are trained in the same steps.
         """
         weights = WeightSteps(optimizer, rates, label_smoothing, average)
         result = self._train(batches, epoch, teacher, begun, weights)
